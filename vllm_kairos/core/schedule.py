@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""TBT-safe chunk schedules (paper §4.3.2, Eq. 5 and 6)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from vllm_kairos.core.step_model import StepModel
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """A chunk schedule and its predicted steps.
+
+    Attributes:
+        chunks: ``[chi_1, ...]``: tokens of each whole step, decodes included.
+        step_ms: Predicted latency of each of those steps.
+    """
+
+    chunks: tuple[int, ...]
+    step_ms: tuple[float, ...]
+
+    @property
+    def total_ms(self) -> float:
+        """Eq. 6: the sum of the step latencies."""
+        return sum(self.step_ms)
+
+
+def paper_schedule(
+    model: StepModel,
+    decodes: int,
+    decode_kv_tokens: int,
+    prompt_tokens: int,
+    candidates: Sequence[int],
+    limit_ms: float,
+    *,
+    cached_tokens: int = 0,
+    literal_progress: bool = False,
+) -> Schedule | None:
+    """The greedy schedule of Algorithm 1, or `None` where none is safe.
+
+    At each step the largest ``chi`` of `candidates` whose predicted step is
+    within `limit_ms` (Eq. 5).
+
+    Args:
+        model: Step model of the decode node.
+        decodes: ``B_n``.
+        decode_kv_tokens: ``K_n``.
+        prompt_tokens: ``l_r``.
+        candidates: The set X, tokens of a whole step, any order.
+        limit_ms: ``beta * tau``.
+        cached_tokens: Prefix of the prompt already on the node.
+        literal_progress: Count ``chi`` as served, as Algorithm 1 prints it.
+            Otherwise a chunk serves the ``chi - B`` tokens that §3.2 says it
+            adds, and a candidate with ``chi <= B`` is none.
+    """
+    ordered = sorted({c for c in candidates if c > decodes}, reverse=True)
+    served = min(cached_tokens, prompt_tokens - 1)
+    chunks: list[int] = []
+    steps: list[float] = []
+    while served < prompt_tokens:
+        left = prompt_tokens - served
+        for chi in ordered:
+            # A last step holds what is left of the prompt, no more.
+            prefill = chi - decodes if literal_progress else min(chi - decodes, left)
+            step = model.step_ms(decodes, decode_kv_tokens, prefill, served)
+            if step <= limit_ms:
+                break
+        else:
+            return None
+        chunks.append(chi)
+        steps.append(step)
+        served += chi if literal_progress else prefill
+    return Schedule(tuple(chunks), tuple(steps))
+
+
+def closed_form_schedule(
+    model: StepModel,
+    decodes: int,
+    decode_kv_tokens: int,
+    prompt_tokens: int,
+    budget_tokens: int,
+    limit_ms: float,
+    *,
+    cached_tokens: int = 0,
+    smallest_tokens: int = 16,
+) -> Schedule | None:
+    """The schedule of largest safe chunks, each in closed form.
+
+    Args:
+        model: Step model of the decode node.
+        decodes: ``B_n``.
+        decode_kv_tokens: ``K_n``.
+        prompt_tokens: ``l_r``.
+        budget_tokens: The engine's own step budget.
+        limit_ms: ``beta * tau``.
+        cached_tokens: Prefix of the prompt already on the node.
+        smallest_tokens: A chunk below this, unless it is the last, is held to
+            be no headroom at all: it would cost more in fixed step time than
+            it serves.
+    """
+    served = min(cached_tokens, prompt_tokens - 1)
+    chunks: list[int] = []
+    steps: list[float] = []
+    while served < prompt_tokens:
+        most = min(prompt_tokens - served, budget_tokens - decodes)
+        chunk = model.largest_chunk(decodes, decode_kv_tokens, served, limit_ms, most)
+        if chunk < min(smallest_tokens, prompt_tokens - served) or chunk <= 0:
+            return None
+        chunks.append(chunk + decodes)
+        steps.append(model.step_ms(decodes, decode_kv_tokens, chunk, served))
+        served += chunk
+    return Schedule(tuple(chunks), tuple(steps))

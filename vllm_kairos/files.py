@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files at the edge: profiles in and out, whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+from vllm_kairos.core.profile import Profile, decode_profile, encode_profile
+
+
+class UserError(Exception):
+    """Bad input. The command line prints it as one line and exits with 2."""
+
+
+def write_atomically(path: str | os.PathLike[str], data: bytes) -> None:
+    """Write `data` to `path`: afterwards the file is the old or the new one."""
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        umask = os.umask(0)
+        os.umask(umask)
+        os.chmod(temporary, 0o666 & ~umask)
+        os.replace(temporary, target)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def load_profile(path: str | os.PathLike[str]) -> Profile:
+    """The profile in a file.
+
+    Raises:
+        UserError: The file cannot be read or does not hold a profile.
+    """
+    try:
+        data = Path(path).read_bytes()
+    except OSError as error:
+        raise UserError(f"profile {path}: {error.strerror or error}") from error
+    try:
+        return decode_profile(data)
+    except ValueError as error:
+        raise UserError(f"profile {path}: {error}") from error
+
+
+def save_profile(path: str | os.PathLike[str], profile: Profile) -> None:
+    """Write a profile, whole or not at all."""
+    write_atomically(path, encode_profile(profile))
