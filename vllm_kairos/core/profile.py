@@ -12,7 +12,7 @@ from typing import Literal
 import msgspec
 
 from vllm_kairos.core.link import LinkModel
-from vllm_kairos.core.step_model import Predictor, StepModel
+from vllm_kairos.core.step_model import Combine, Predictor, StepModel
 
 PROFILE_FORMAT = "vllm-kairos-profile"
 PROFILE_VERSION = 1
@@ -24,11 +24,14 @@ class FittedPredictor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Attributes:
         terms: Milliseconds per unit of each term of `step_model.TERMS`.
         steps: Steps it was fitted on.
-        ranges: Least and greatest value seen of ``B``, ``K``, ``c``, ``p``.
+        ranges: Least and greatest value seen of ``B``, ``K``, ``c``, ``p``,
+            ``n``.
         error: Held-out error: ``mape_percent``, ``median_percent``,
             ``p95_percent``, ``bias_percent``, ``count``.
         residual_quantiles: Held-out measured / predicted ratio by quantile.
         form: Name of the form chosen.
+        combine: For `mixed` only. ``add``: a mixed step is the decode step
+            plus these terms. ``max``: it is the longer of the two.
     """
 
     terms: dict[str, float]
@@ -37,6 +40,7 @@ class FittedPredictor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     error: dict[str, float] = {}
     residual_quantiles: dict[str, float] = {}
     form: str = "linear"
+    combine: Combine = "add"
 
 
 class KvLink(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -115,7 +119,8 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
                 parts[name] = Predictor(getattr(self, name).terms)
             except ValueError as error:
                 raise ValueError(f"{name}.terms: {error}") from error
-        return StepModel(**parts)
+        ranges = {name: getattr(self, name).ranges for name in parts}
+        return StepModel(**parts, combine=self.mixed.combine, ranges=ranges)
 
     def link_model(self) -> LinkModel | None:
         """The KV-transfer model, `None` where the link is not known."""

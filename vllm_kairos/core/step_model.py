@@ -15,6 +15,11 @@ Here they are apart:
 
 A prediction is linear in its coefficients and at most quadratic in ``c``.
 Coefficients are never negative, so a larger chunk is never predicted faster.
+
+A mixed step is the decode step plus what the prefill adds (Eq. 4), or, where
+the profile says ``max``, the longer of the decode step and the mixed
+predictor: a memory-bound decode batch hides the arithmetic of a small chunk,
+which a sum of non-negative terms cannot express.
 """
 
 from __future__ import annotations
@@ -22,6 +27,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -33,6 +39,8 @@ Array = npt.NDArray[np.float64]
 #: in one step the sums over requests are taken at their means, since a step
 #: record holds totals only.
 TERMS = ("1", "B", "K", "c", "p", "n", "cp", "cc", "cB", "cK")
+
+_BLOCK_ROWS = 8192
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,30 +104,88 @@ def feature_matrix(
     )
 
 
+#: Least and greatest value seen of quantities by their letter.
+Ranges = Mapping[str, tuple[float, float]]
+
+#: How the mixed predictor joins the decode step.
+Combine = Literal["add", "max"]
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A predicted step and what of it lies outside the profiled ranges.
+
+    Attributes:
+        ms: Predicted latency in milliseconds.
+        outside: Letters of the quantities outside the ranges seen, empty
+            where the prediction interpolates.
+    """
+
+    ms: float
+    outside: tuple[str, ...] = ()
+
+    @property
+    def extrapolated(self) -> bool:
+        """Whether any quantity lies outside the ranges seen."""
+        return bool(self.outside)
+
+
 class StepModel:
     """The three predictors, evaluated without scikit-learn.
 
     A step with decodes only is `decode`; one with prefills only is `prefill`;
     a step with both is ``decode + mixed`` where `mixed` predicts what the
-    prefill adds (Eq. 4).
+    prefill adds (Eq. 4), or ``max(decode, mixed)`` where it predicts the
+    whole step.
 
     Args:
         prefill: Latency of a prefill-only step.
         decode: Latency of a decode-only step.
-        mixed: Latency a prefill adds to a step that decodes.
+        mixed: Latency a prefill adds to a step that decodes, or with
+            ``max`` the latency of a step bound by its prefill.
+        combine: ``add`` or ``max``.
+        ranges: Per predictor (``prefill``, ``decode``, ``mixed``) the least
+            and greatest value seen by letter; nothing is flagged as
+            extrapolated where absent.
     """
 
-    __slots__ = ("prefill", "decode", "mixed", "_pf", "_dec", "_mix")
+    __slots__ = (
+        "prefill",
+        "decode",
+        "mixed",
+        "combine",
+        "ranges",
+        "_pf",
+        "_dec",
+        "_mix",
+        "_max",
+    )
 
-    def __init__(self, prefill: Predictor, decode: Predictor, mixed: Predictor):
+    def __init__(
+        self,
+        prefill: Predictor,
+        decode: Predictor,
+        mixed: Predictor,
+        combine: Combine = "add",
+        ranges: Mapping[str, Ranges] | None = None,
+    ):
+        if combine not in ("add", "max"):
+            raise ValueError(f"combine is {combine!r}, expected 'add' or 'max'")
         self.prefill = prefill
         self.decode = decode
         self.mixed = mixed
+        self.combine = combine
+        self.ranges: Mapping[str, Ranges] = ranges or {}
         self._pf = prefill.vector()
         dec = decode.vector()
         self._dec = (dec[0], dec[1], dec[2])
-        # The mixed predictor with the decode baseline folded in.
-        self._mix = tuple(d + m for d, m in zip(dec, mixed.vector(), strict=True))
+        self._max = combine == "max"
+        # A sum has the decode baseline folded in. Either way a mixed step is
+        # never predicted below the decode step that it contains.
+        mix = mixed.vector()
+        self._mix = (
+            mix if self._max else tuple(d + m for d, m in zip(dec, mix, strict=True))
+        )
 
     def step_ms(
         self,
@@ -144,7 +210,7 @@ class StepModel:
             one, b, k = self._dec
             return one + b * decodes + k * decode_kv_tokens
         one, b, k, c, p, n, cp, cc, cb, ck = self._mix if decodes > 0 else self._pf
-        return (
+        ms = (
             one
             + b * decodes
             + k * decode_kv_tokens
@@ -158,6 +224,49 @@ class StepModel:
                 + (cp * prefill_kv_tokens + cc * prefill_tokens) / prefills
             )
         )
+        if self._max and decodes > 0:
+            one, b, k = self._dec
+            decode_ms = one + b * decodes + k * decode_kv_tokens
+            if decode_ms > ms:
+                return decode_ms
+        return ms
+
+    def estimate(
+        self,
+        decodes: int,
+        decode_kv_tokens: float,
+        prefill_tokens: int = 0,
+        prefill_kv_tokens: float = 0,
+        prefills: int = 1,
+    ) -> Estimate:
+        """`step_ms` with a flag for what lies outside the ranges seen.
+
+        Arguments as for `step_ms`.
+        """
+        if prefill_tokens <= 0:
+            if decodes <= 0:
+                return Estimate(0.0)
+            phase = "decode"
+            values = {"B": float(decodes), "K": float(decode_kv_tokens)}
+        else:
+            phase = "mixed" if decodes > 0 else "prefill"
+            values = {
+                "B": float(decodes),
+                "K": float(decode_kv_tokens),
+                "c": float(prefill_tokens),
+                "p": float(prefill_kv_tokens),
+                "n": float(prefills),
+            }
+        seen = self.ranges.get(phase, {})
+        outside = tuple(
+            name
+            for name, value in values.items()
+            if name in seen and not seen[name][0] <= value <= seen[name][1]
+        )
+        ms = self.step_ms(
+            decodes, decode_kv_tokens, prefill_tokens, prefill_kv_tokens, prefills
+        )
+        return Estimate(ms, outside)
 
     def step_ms_array(
         self,
@@ -167,22 +276,64 @@ class StepModel:
         prefill_kv_tokens: npt.ArrayLike,
         prefills: npt.ArrayLike,
     ) -> Array:
-        """`step_ms` of many steps at once, shape ``(steps,)``, milliseconds."""
-        b = np.asarray(decodes, dtype=np.float64)
-        k = np.asarray(decode_kv_tokens, dtype=np.float64)
-        c = np.asarray(prefill_tokens, dtype=np.float64)
-        p = np.asarray(prefill_kv_tokens, dtype=np.float64)
-        n = np.maximum(np.asarray(prefills, dtype=np.float64), 1.0)
+        """`step_ms` of many steps at once, milliseconds.
+
+        Arguments broadcast against one another; the answer has their shape.
+        """
+        arrays = np.broadcast_arrays(
+            *(
+                np.asarray(values)
+                for values in (
+                    decodes,
+                    decode_kv_tokens,
+                    prefill_tokens,
+                    prefill_kv_tokens,
+                    prefills,
+                )
+            )
+        )
+        shape = arrays[0].shape
+        flat = [values.reshape(-1) for values in arrays]
+        out = np.empty(flat[0].size, dtype=np.float64)
+        # Blocks that stay in the processor's cache: the arithmetic is cheap
+        # beside moving a dozen temporaries of a million rows each.
+        for start in range(0, out.size, _BLOCK_ROWS):
+            part = slice(start, start + _BLOCK_ROWS)
+            out[part] = self._step_ms_block(
+                *(values[part].astype(np.float64) for values in flat)
+            )
+        return out.reshape(shape)
+
+    def _step_ms_block(self, b: Array, k: Array, c: Array, p: Array, n: Array) -> Array:
+        """`step_ms` of as many steps as fit the cache."""
+        np.maximum(n, 1.0, out=n)
 
         def evaluate(w: tuple[float, ...]) -> Array:
             one, wb, wk, wc, wp, wn, cp, cc, cb, ck = w
-            inner = wc + cb * b + ck * k + (cp * p + cc * c) / n
-            return one + wb * b + wk * k + wp * p + wn * n + c * inner
+            inner = np.full_like(c, wc)
+            if cp or cc:
+                inner += (cp * p + cc * c) / n
+            for weight, values in ((cb, b), (ck, k)):
+                if weight:
+                    inner += weight * values
+            inner *= c
+            inner += one
+            for weight, values in ((wb, b), (wk, k), (wp, p), (wn, n)):
+                if weight:
+                    inner += weight * values
+            return inner
 
         one, wb, wk = self._dec
-        decode_only = np.where(b > 0, one + wb * b + wk * k, 0.0)
-        with_prefill = np.where(b > 0, evaluate(self._mix), evaluate(self._pf))
-        out: Array = np.where(c > 0, with_prefill, decode_only)
+        out: Array = one + wb * b + wk * k
+        decoding = b > 0
+        filling = c > 0
+        out[~decoding] = 0.0
+        both = evaluate(self._mix)
+        np.maximum(both, out, out=both)
+        alone = filling & ~decoding
+        np.copyto(out, both, where=filling & decoding)
+        if alone.any():
+            np.copyto(out, evaluate(self._pf), where=alone)
         return out
 
     def quadratic(
@@ -190,7 +341,9 @@ class StepModel:
     ) -> tuple[float, float, float]:
         """``(a0, a1, a2)`` with ``T(c) = a0 + a1·c + a2·c²`` for ``c > 0``.
 
-        For one prefill that shares the step with ``B`` decodes.
+        For one prefill that shares the step with ``B`` decodes. Where
+        `combine` is ``max``, ``T(c)`` is never below ``step_ms(B, K)``: a
+        step fits a limit if both do.
         """
         one, b, k, c, p, n, cp, cc, cb, ck = self._mix if decodes > 0 else self._pf
         return (
@@ -223,6 +376,8 @@ class StepModel:
             Tokens, ``0`` when not even one fits.
         """
         if most_tokens <= 0:
+            return 0
+        if self._max and self.step_ms(decodes, decode_kv_tokens) > limit_ms:
             return 0
         a0, a1, a2 = self.quadratic(decodes, decode_kv_tokens, prefill_kv_tokens)
         room = limit_ms - a0
