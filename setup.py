@@ -22,7 +22,7 @@ setup(
         "vllm_kairos._profiles": "profiles",
     },
     package_data={
-        "vllm_kairos._patches": ["*.patch", "*.md"],
+        "vllm_kairos._patches": ["*.patch", "*.md", "*.json"],
         "vllm_kairos._profiles": ["*.json"],
     },
     install_requires=[
