@@ -128,6 +128,8 @@ class StateReport(msgspec.Struct, frozen=True, kw_only=True):
         malformed_schedules: Schedules the engine could not read.
         guard_overrides: Steps that gave a held prefill a chunk although no
             headroom was left.
+        step_remaining_ms: Predicted remainder of the step in flight; zero
+            while idle or without a profile.
     """
 
     engine_id: str
@@ -151,6 +153,7 @@ class StateReport(msgspec.Struct, frozen=True, kw_only=True):
     steps: list[tuple[float, float]]
     malformed_schedules: int = 0
     guard_overrides: int = 0
+    step_remaining_ms: float = 0.0
     v: int = REPORT_VERSION
 
 

@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which request is in which phase, kept as requests come and go.
+
+Looping over all waiting requests in every step is a known performance trap of
+a scheduler; here every request moves between a few dictionaries when
+something happens to it, and a step touches only those that prefill.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.request import Request
+
+from vllm_kairos.core.chunk_rule import StepLoad
+from vllm_kairos.core.chunk_tracker import ChunkTracker
+from vllm_kairos.core.messages import MOST_ADMITTED, ChunkSchedule
+
+
+@dataclass(slots=True)
+class Deflected:
+    """A deflected request.
+
+    Attributes:
+        request: vLLM's request.
+        ticket: Its dispatch.
+        tracker: Its position in its schedule.
+        other_tokens: Tokens of the others when its chunk was last bounded.
+    """
+
+    request: Request
+    ticket: str
+    tracker: ChunkTracker
+    other_tokens: int = 0
+
+
+class RequestPhases:
+    """Requests of one engine by phase.
+
+    Attributes:
+        waiting: Ordinary prefills not started, in arrival order.
+        awaiting_kv: Requests whose KV comes from another node.
+        prefilling: Ordinary prefills partly computed, in the order started.
+        deflected: Deflected requests in their prefill phase, in arrival order.
+        decoding: Requests past their prefill.
+        decode_kv_tokens: KV tokens of `decoding`, ``K``. Kept incrementally;
+            rejected speculative tokens make it drift until `recount`.
+        admitted: Tickets taken, newest last.
+    """
+
+    def __init__(self) -> None:
+        self.waiting: dict[str, Request] = {}
+        self.awaiting_kv: dict[str, Request] = {}
+        self.prefilling: dict[str, Request] = {}
+        self.deflected: dict[str, Deflected] = {}
+        self.decoding: dict[str, Request] = {}
+        self.decode_kv_tokens = 0
+        self.admitted: deque[str] = deque(maxlen=MOST_ADMITTED)
+        self._schedules: dict[str, Deflected] = {}
+
+    def add(self, request: Request, schedule: ChunkSchedule | None) -> None:
+        """A request has been added to the scheduler."""
+        request_id = request.request_id
+        params = request.kv_transfer_params
+        if params and params.get("do_remote_prefill"):
+            self.awaiting_kv[request_id] = request
+        elif schedule is not None:
+            held = Deflected(request, schedule.ticket, ChunkTracker(schedule.chunks))
+            self.deflected[request_id] = self._schedules[request_id] = held
+        else:
+            self.waiting[request_id] = request
+        if schedule is not None:
+            self.admitted.append(schedule.ticket)
+
+    def remove(self, request: Request) -> None:
+        """A request has finished, by whatever cause."""
+        request_id = request.request_id
+        self._schedules.pop(request_id, None)
+        if self.decoding.pop(request_id, None) is not None:
+            self.decode_kv_tokens -= request.num_computed_tokens
+            return
+        self.prefilling.pop(request_id, None)
+        self.waiting.pop(request_id, None)
+        self.awaiting_kv.pop(request_id, None)
+        self.deflected.pop(request_id, None)
+
+    def preempt(self, request: Request, computed_tokens: int) -> None:
+        """A running request goes back to the front of the queue.
+
+        Args:
+            request: The request.
+            computed_tokens: Tokens it had computed and now has lost.
+        """
+        request_id = request.request_id
+        if self.decoding.pop(request_id, None) is not None:
+            self.decode_kv_tokens -= computed_tokens
+        self.prefilling.pop(request_id, None)
+        held = self._schedules.get(request_id)
+        if held is not None:
+            self.deflected[request_id] = held
+        else:
+            self.waiting = {request_id: request, **self.waiting}
+
+    def note_step(self, output: SchedulerOutput) -> StepLoad:
+        """Account for a step that has just been scheduled.
+
+        Called when the requests' ``num_computed_tokens`` have been advanced.
+
+        Returns:
+            What the step holds. A prompt's last single token is a decode: it
+            costs what a decode costs, and is how a request whose KV has
+            arrived joins.
+        """
+        scheduled = output.num_scheduled_tokens
+        for new in output.scheduled_new_reqs:
+            self._start(new.req_id)
+        for request_id in output.scheduled_cached_reqs.resumed_req_ids:
+            self._start(request_id)
+
+        load = StepLoad(decode_kv_tokens=self.decode_kv_tokens)
+        joined_kv_tokens = 0
+        finished: list[Request] = []
+        for request_id, held in self.deflected.items():
+            tokens = scheduled.get(request_id, 0)
+            if tokens:
+                request = held.request
+                computed = request.num_computed_tokens - tokens
+                held.tracker.granted(computed, tokens, held.other_tokens)
+                load.add_prefill(tokens, computed)
+                if not request.is_prefill_chunk:
+                    finished.append(request)
+        for request_id, request in self.prefilling.items():
+            tokens = scheduled.get(request_id, 0)
+            if not tokens:
+                continue
+            computed = request.num_computed_tokens - tokens
+            if tokens == 1 and not request.is_prefill_chunk:
+                joined_kv_tokens += computed
+            else:
+                load.add_prefill(tokens, computed)
+            if not request.is_prefill_chunk:
+                finished.append(request)
+
+        load.decodes = len(scheduled) - load.prefills
+        load.decode_tokens = output.total_num_scheduled_tokens - load.prefill_tokens
+        load.decode_kv_tokens += joined_kv_tokens
+        self.decode_kv_tokens += joined_kv_tokens + load.decode_tokens
+        for request in finished:
+            request_id = request.request_id
+            self.prefilling.pop(request_id, None)
+            deflected = self.deflected.pop(request_id, None) is not None
+            if deflected or scheduled[request_id] != 1:
+                self.decode_kv_tokens += request.num_computed_tokens
+            self.decoding[request_id] = request
+        return load
+
+    def _start(self, request_id: str) -> None:
+        """A request is scheduled for the first time, or again."""
+        if request_id in self.deflected:
+            return
+        request = (
+            self.waiting.pop(request_id, None)
+            or self.awaiting_kv.pop(request_id, None)
+            or self.decoding.pop(request_id, None)
+        )
+        if request is not None:
+            self.prefilling[request_id] = request
+
+    def recount(self) -> None:
+        """Count `decode_kv_tokens` anew."""
+        self.decode_kv_tokens = sum(
+            request.num_computed_tokens for request in self.decoding.values()
+        )
