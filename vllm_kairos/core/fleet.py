@@ -69,6 +69,10 @@ class NodeState:
             neither `prefills` nor `decodes`.
         awaiting_kv: Requests that will decode here once their KV arrives.
         awaiting_kv_tokens: KV tokens of those.
+        expected: Requests routed to decode here that are still being
+            prefilled elsewhere. They weigh in the choice of a decode node;
+            they are not in a step yet, so no schedule counts them.
+        expected_kv_tokens: Prompt tokens of those.
         free_kv_tokens: Room in the KV cache, tokens.
         link: Egress link of this node, `None` where transfers are free.
         link_backlog_bytes: Bytes queued on that link.
@@ -86,6 +90,8 @@ class NodeState:
     deflected: Sequence[PrefillWork] = ()
     awaiting_kv: int = 0
     awaiting_kv_tokens: int = 0
+    expected: int = 0
+    expected_kv_tokens: int = 0
     free_kv_tokens: int = 1 << 60
     link: LinkModel | None = None
     link_backlog_bytes: float = 0.0

@@ -16,6 +16,9 @@ import msgspec
 #: Key of the chunk schedule in vLLM's ``kv_transfer_params``.
 SCHEDULE_KEY = "kairos"
 SCHEDULE_VERSION = 1
+#: Key of the ticket of a dispatch that carries no schedule, beside whatever
+#: the KV connector reads there; connectors ignore keys they do not know.
+TICKET_KEY = "kairos_ticket"
 REPORT_VERSION = 1
 #: ZMQ topic of state reports.
 REPORT_TOPIC = b"kairos-state"
@@ -81,6 +84,21 @@ def parse_schedule(params: object) -> ChunkSchedule | None:
         if type(chunk) is not int or chunk < 1:
             raise ValueError(f"chunk is {chunk!r:.40}, expected an integer >= 1")
     return ChunkSchedule(ticket, tuple(chunks))
+
+
+def ticket_of(params: object) -> str | None:
+    """The ticket in a request's ``kv_transfer_params``, of either kind.
+
+    Never raises: what is not a ticket is none.
+    """
+    if not isinstance(params, Mapping):
+        return None
+    schedule = params.get(SCHEDULE_KEY)
+    raw = schedule.get("ticket") if isinstance(schedule, Mapping) else None
+    ticket = params.get(TICKET_KEY) if raw is None else raw
+    if isinstance(ticket, str) and 0 < len(ticket) <= _MOST_TICKET_CHARS:
+        return ticket
+    return None
 
 
 class DeflectedReport(msgspec.Struct, frozen=True):

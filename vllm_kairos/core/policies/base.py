@@ -26,6 +26,8 @@ class Policy(abc.ABC):
     Attributes:
         name: What it is called on a command line.
         source: Where it comes from, one line.
+        blind: Routes without a look at the request or the state of a node, so
+            that a caller need not count tokens for it.
     """
 
     name: ClassVar[str]
@@ -33,6 +35,7 @@ class Policy(abc.ABC):
 
     def __init__(self, settings: Settings):
         self.settings = settings
+        self.blind = False
 
     @abc.abstractmethod
     def route(self, request: Request, fleet: Fleet) -> Route:

@@ -30,6 +30,7 @@ class Disagg(Policy):
                 f"balance is {balance!r}, expected 'round_robin' or 'least'"
             )
         self.balance = balance
+        self.blind = balance == "round_robin"
         self._prefill = RoundRobin()
         self._decode = RoundRobin()
 
@@ -72,14 +73,20 @@ def least_ttft(request: Request, fleet: Fleet) -> tuple[NodeState, float | None]
 def least_loaded_decode(request: Request, fleet: Fleet) -> NodeState:
     """The decode node with the least predicted step time that has KV room.
 
-    Requests whose KV is on its way count as decoding. Where no node has room
+    Requests whose KV is on its way, or who are still being prefilled for the
+    node, count as decoding. Where no node has room
     the one with most of it is taken; where none has a model, the fewest
     decodes decide.
     """
 
     def load(node: NodeState) -> tuple[bool, float]:
-        decodes = node.decodes + node.awaiting_kv + 1
-        kv = node.decode_kv_tokens + node.awaiting_kv_tokens + request.prompt_tokens
+        decodes = node.decodes + node.awaiting_kv + node.expected + 1
+        kv = (
+            node.decode_kv_tokens
+            + node.awaiting_kv_tokens
+            + node.expected_kv_tokens
+            + request.prompt_tokens
+        )
         full = node.free_kv_tokens < request.prompt_tokens
         if full:
             return True, -float(node.free_kv_tokens)
