@@ -25,7 +25,7 @@ STATE = "kairos-layer.json"
 #: Commands of the layer that are Python: name and what runs them.
 PYTHON_COMMANDS = {
     "vllm": "vllm.entrypoints.cli.main:main",
-    "pytest": "pytest:console_main",
+    "pytest": "pytest:main",
     "mypy": "mypy.__main__:console_entry",
     "lm_eval": "lm_eval.__main__:cli_evaluate",
 }
@@ -122,9 +122,8 @@ class Layer:
     def _venv(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)
         self.state = {}
-        subprocess.run(
-            [self.base / "bin" / "python", "-m", "venv", "--without-pip", self.path],
-            check=True,
+        run_quietly(
+            *(self.base / "bin" / "python", "-m", "venv", "--without-pip", self.path)
         )
         # After the layer's own directory on sys.path, so the layer wins.
         # addsitedir also reads the base's own .pth files.
@@ -183,21 +182,31 @@ class Layer:
             shutil.copytree(self.sdist / name, new / name)
         for name in ("PKG-INFO", "pyproject.toml"):
             shutil.copy2(self.sdist / name, new / name)
-        patching.apply(new)
+        patches = patching.load_patches(patching.patch_directory())
+        files = patching.read_target(new, patches)
+        if set(patching.patch_states(new, patches, files).values()) != {"skipped"}:
+            patching.apply(new)
         target = self.path / "source"
         shutil.rmtree(target, ignore_errors=True)
         new.rename(target)
 
     def _package(self) -> None:
-        subprocess.run(
-            [
-                *(self.base / "bin" / "python", "-m", "pip", "-q"),
-                *("--disable-pip-version-check", "--python", self.python),
-                *("install", "--no-deps", "--no-build-isolation"),
-                *("--no-index", "-e", self.checkout),
-            ],
-            check=True,
+        run_quietly(
+            *(self.base / "bin" / "python", "-m", "pip"),
+            *("--disable-pip-version-check", "--python", self.python),
+            *("install", "--no-deps", "--no-build-isolation"),
+            *("--no-index", "-e", self.checkout),
         )
+
+
+def run_quietly(*command: str | Path) -> None:
+    """Run a command whose output matters only if it fails."""
+    done = subprocess.run(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    if done.returncode:
+        sys.stderr.write(done.stdout)
+        raise subprocess.CalledProcessError(done.returncode, command)
 
 
 def find_library(name: str) -> str:
