@@ -37,6 +37,9 @@ class Route:
             tokens of each whole step that carries a part of its prefill.
         estimates: What the decision rests on.
         reason: Short name of the rule that decided, for metrics.
+        rejected: The policy would turn the request away (early rejection).
+            The simulator does so; a proxy that owes its users an answer takes
+            the route all the same.
     """
 
     prefill: str
@@ -44,6 +47,7 @@ class Route:
     chunks: tuple[int, ...] = ()
     estimates: Estimates = _NO_ESTIMATES
     reason: str = ""
+    rejected: bool = False
 
     @property
     def deflected(self) -> bool:

@@ -8,12 +8,78 @@ The live proxy and the simulator make policies with `make_policy` and call
 from __future__ import annotations
 
 import abc
-from collections.abc import Sequence
-from typing import ClassVar, TypeVar
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal, TypeVar
 
 from vllm_kairos.core.fleet import Fleet, NodeState, Request
 from vllm_kairos.core.route import Route
 from vllm_kairos.core.settings import Settings
+
+
+@dataclass(frozen=True, slots=True)
+class NodePlan:
+    """How a policy wants one node set up. The live proxy takes nodes as they are.
+
+    Attributes:
+        name: Id.
+        prefills: Takes ordinary prefills.
+        decodes: Decodes, and may prefill what it decodes.
+        prefill_pool: Counts as a prefill node: a prefill on any other is a
+            deflection.
+        budget_tokens: Chunk size, ``max_num_batched_tokens``; `None` keeps the
+            cluster's.
+        group: Nodes of one group share a GPU: KV moves between them for
+            nothing.
+        prefill_scale: Factor on the time of steps that prefill.
+        decode_scale: Factor on the time of steps that only decode.
+    """
+
+    name: str
+    prefills: bool
+    decodes: bool
+    prefill_pool: bool
+    budget_tokens: int | None = None
+    group: str | None = None
+    prefill_scale: float = 1.0
+    decode_scale: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Decoding:
+    """A request that decodes, as a policy that moves requests sees it.
+
+    Attributes:
+        request: Its number.
+        kv_tokens: KV tokens it holds.
+        outputs: Tokens it has given.
+        first_token_ms: When it gave the first.
+        now_ms: Now.
+    """
+
+    request: int
+    kv_tokens: int
+    outputs: int
+    first_token_ms: float
+    now_ms: float
+
+    @property
+    def mean_tbt_ms(self) -> float:
+        """Mean time between its tokens so far."""
+        return (self.now_ms - self.first_token_ms) / max(self.outputs - 1, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """A decoding request goes on on another node.
+
+    Attributes:
+        request: Its number.
+        node: Where to.
+    """
+
+    request: int
+    node: str
 
 
 class Policy(abc.ABC):
@@ -28,10 +94,15 @@ class Policy(abc.ABC):
         source: Where it comes from, one line.
         blind: Routes without a look at the request or the state of a node, so
             that a caller need not count tokens for it.
+        sees: What the simulator shows it: ``reports``, state as old as the
+            last heartbeat; ``ledger``, the same plus what was dispatched
+            since, as the live proxy has it; ``truth``, the state as it is,
+            which no deployed system has.
     """
 
     name: ClassVar[str]
     source: ClassVar[str]
+    sees: ClassVar[Literal["reports", "ledger", "truth"]] = "ledger"
 
     def __init__(self, settings: Settings):
         self.settings = settings
@@ -44,6 +115,30 @@ class Policy(abc.ABC):
         Called once per request, in arrival order. Both node lists of `fleet`
         hold at least one node.
         """
+
+    def plan(self, prefill_nodes: int, decode_nodes: int) -> list[NodePlan]:
+        """How the simulator sets up the nodes: a P/D split, by default."""
+        return [
+            NodePlan(f"p{i}", prefills=True, decodes=False, prefill_pool=True)
+            for i in range(prefill_nodes)
+        ] + [
+            NodePlan(f"d{i}", prefills=False, decodes=True, prefill_pool=False)
+            for i in range(decode_nodes)
+        ]
+
+    def moves(
+        self, node: str, decodes: Sequence[Decoding], fleet: Fleet
+    ) -> Iterable[Move]:
+        """Decodes to move off a node whose step has just ended.
+
+        Overridden by policies that migrate running requests. The live proxy
+        cannot move one and never asks.
+        """
+        return ()
+
+    def finished(self, request: Request, route: Route) -> None:
+        """Told when a request that `route` sent somewhere has finished."""
+        return None
 
 
 class RoundRobin:

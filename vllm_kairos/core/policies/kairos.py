@@ -33,6 +33,7 @@ class KairosPaper(Policy):
 
     name = "kairos-paper"
     source = "Kairos, Algorithm 1"
+    sees = "reports"
 
     def __init__(self, settings: Settings, literal_progress: bool = True):
         super().__init__(settings)

@@ -1,0 +1,384 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Nodes, links and a dispatcher in virtual time: the event loop.
+
+An event is ``(time, number, function, argument)`` on a heap; the number makes
+the order of simultaneous events their order of creation, so that a run
+depends on its inputs only.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from vllm_kairos.core.chunk_rule import ChunkRule, PlannedRule, StepLoad
+from vllm_kairos.core.link import LinkModel
+from vllm_kairos.core.policies.base import Decoding, Move, NodePlan, Policy
+from vllm_kairos.core.route import Route
+from vllm_kairos.core.step_model import StepModel
+from vllm_kairos.files import UserError
+from vllm_kairos.sim.dispatch import Dispatcher, EagerDispatcher
+from vllm_kairos.sim.engine_request import EngineRequest, Leg, Phase, UserRequest
+from vllm_kairos.sim.links import Links
+from vllm_kairos.sim.node import Node, NodeLimits
+from vllm_kairos.sim.reports import NodeReports
+from vllm_kairos.sim.traces import TraceRow
+
+
+@dataclass(frozen=True, slots=True)
+class ModelError:
+    """How truth differs from prediction.
+
+    Attributes:
+        bias: True step times are ``1 + bias`` times the predicted.
+        noise: Standard deviation of a further factor, normal around 1, cut at
+            0.1.
+    """
+
+    bias: float = 0.0
+    noise: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterSettings:
+    """Everything about a cluster but its policy and its workload.
+
+    Attributes:
+        model: Step times, as the policies predict them.
+        link: KV size and link; `None` where transfers are free.
+        limits: Limits of every node, before a policy's own plan.
+        prefill_nodes: ``N_p``.
+        decode_nodes: ``N_d``.
+        heartbeat_ms: Age of what reports tell, ``Delta_h``.
+        error: Of the predictions.
+        rule: Makes the chunk rule of a node, given its name.
+        dispatcher: Makes the dispatcher of a run.
+    """
+
+    model: StepModel
+    link: LinkModel | None = None
+    limits: NodeLimits = field(default_factory=NodeLimits)
+    prefill_nodes: int = 2
+    decode_nodes: int = 2
+    heartbeat_ms: float = 100.0
+    error: ModelError = field(default_factory=ModelError)
+    rule: Callable[[str], ChunkRule] | None = None
+    dispatcher: Callable[[Cluster, Policy], Dispatcher] | None = None
+
+
+class SimNode(Node):
+    """A node with its place in the plan, its clock and its reports."""
+
+    __slots__ = (
+        "plan",
+        "busy",
+        "step_start_ms",
+        "step_end_ms",
+        "predicted_ms",
+        "reports",
+        "steps",
+        "noise",
+    )
+
+    def __init__(self, plan: NodePlan, limits: NodeLimits, rule: ChunkRule):
+        super().__init__(plan.name, limits, rule)
+        self.plan = plan
+        self.busy = False
+        self.step_start_ms = 0.0
+        self.step_end_ms = 0.0
+        self.predicted_ms = 0.0
+        self.reports: NodeReports
+        self.steps = 0
+        self.noise: random.Random | None = None
+
+
+class Cluster:
+    """One run of one policy over one workload.
+
+    Args:
+        settings: The cluster.
+        policy: Decides; one object a run, it has state.
+        seed: Of the model error.
+
+    Attributes:
+        now_ms: Virtual time.
+        nodes: By name, in the order of the plan.
+        requests: Every request of the run.
+        on_step: Called after every step with node, load and its time, if set.
+    """
+
+    def __init__(self, settings: ClusterSettings, policy: Policy, seed: int = 0):
+        self.settings = settings
+        self.policy = policy
+        self.now_ms = 0.0
+        self.links = Links(settings.link)
+        self.requests: list[UserRequest] = []
+        self.on_step: Callable[[SimNode, StepLoad, float], None] | None = None
+        self._events: list[tuple[float, int, Callable[[Any], None], Any]] = []
+        self._number = 0
+        self._open = 0
+        self._held: dict[tuple[UserRequest, str], tuple[SimNode, EngineRequest]] = {}
+        plans = policy.plan(settings.prefill_nodes, settings.decode_nodes)
+        self.nodes: dict[str, SimNode] = {}
+        for place, plan in enumerate(plans):
+            self.nodes[plan.name] = self._make_node(plan, f"{seed}/{place}")
+        self.prefill = [n for n in self.nodes.values() if n.plan.prefills]
+        self.decode = [n for n in self.nodes.values() if n.plan.decodes]
+        make = settings.dispatcher or EagerDispatcher
+        self.dispatcher = make(self, policy)
+        self._moves = type(policy).moves is not Policy.moves
+
+    def _make_node(self, plan: NodePlan, seed: str) -> SimNode:
+        limits = self.settings.limits
+        if plan.budget_tokens is not None:
+            limits = replace(limits, budget_tokens=plan.budget_tokens)
+        rule = self.settings.rule(plan.name) if self.settings.rule else PlannedRule()
+        node = SimNode(plan, limits, rule)
+        node.reports = NodeReports(node, self)
+        if self.settings.error.noise > 0:
+            node.noise = random.Random(seed)
+        return node
+
+    # ----------------------------------------------------------------- loop
+
+    def at(self, time_ms: float, call: Callable[[Any], None], argument: Any) -> None:
+        """Call something at a time, with `now_ms` set to it."""
+        self._number += 1
+        heapq.heappush(self._events, (time_ms, self._number, call, argument))
+
+    def run(self, rows: Sequence[TraceRow]) -> list[UserRequest]:
+        """Serve a workload to its end.
+
+        Args:
+            rows: Sorted by arrival.
+
+        Raises:
+            UserError: A request does not fit a node's KV cache.
+        """
+        limits = self.settings.limits
+        most = limits.kv_tokens // limits.block_size * limits.block_size
+        for index, row in enumerate(rows):
+            tokens = row.prompt_tokens + row.output_tokens
+            if tokens > most:
+                raise UserError(
+                    f"request {index}: {row.prompt_tokens} prompt and "
+                    f"{row.output_tokens} output tokens are more than the "
+                    f"{most} KV tokens of a node"
+                )
+        self.requests = [UserRequest(i, row) for i, row in enumerate(rows)]
+        self._open = len(self.requests)
+        events = self._events
+        arrivals = iter(self.requests)
+        coming = next(arrivals, None)
+        while events or coming is not None:
+            if coming is not None and (not events or coming.arrival_ms <= events[0][0]):
+                self.now_ms = coming.arrival_ms
+                self.dispatcher.arrive(coming)
+                coming = next(arrivals, None)
+                continue
+            time_ms, _, call, argument = heapq.heappop(events)
+            if time_ms < self.now_ms:
+                raise RuntimeError("an event lies in the past")
+            self.now_ms = time_ms
+            call(argument)
+        if self._open:
+            raise RuntimeError(f"{self._open} requests were never finished")
+        return self.requests
+
+    # ------------------------------------------------------------- dispatch
+
+    def dispatch(self, user: UserRequest, route: Route) -> None:
+        """Send a request where a route says."""
+        user.route = route
+        if route.rejected:
+            user.rejected = True
+            self._open -= 1
+            return
+        node = self.nodes[route.prefill]
+        if route.deflected:
+            user.deflected = not node.plan.prefill_pool
+            self._add(node, user, Leg.WHOLE, chunks=route.chunks)
+        else:
+            self._add(node, user, Leg.PREFILL)
+
+    def _add(
+        self,
+        node: SimNode,
+        user: UserRequest,
+        leg: Leg,
+        *,
+        chunks: tuple[int, ...] = (),
+        source: SimNode | None = None,
+        outputs: int = 0,
+    ) -> None:
+        request = EngineRequest(
+            user,
+            leg,
+            outputs=outputs,
+            chunks=chunks,
+            block_size=node.limits.block_size,
+            priority=self.dispatcher.priority(user),
+        )
+        request.added_ms = self.now_ms
+        request.source = source.name if source else None
+        node.reports.before_change(self.now_ms)
+        node.add(request)
+        if not node.busy:
+            self._start_step(node)
+
+    # ----------------------------------------------------------------- steps
+
+    def _start_step(self, node: SimNode) -> None:
+        now = self.now_ms
+        some = node.schedule(now)
+        for request, tokens in node.loads:
+            self._load(node, request, tokens)
+        if not some:
+            node.busy = False
+            return
+        load = node.load
+        predicted = self.settings.model.step_ms(
+            load.decodes,
+            load.decode_kv_tokens,
+            load.prefill_tokens,
+            load.prefill_kv_tokens,
+            load.prefills or 1,
+        )
+        plan = node.plan
+        scale = plan.prefill_scale if load.prefill_tokens else plan.decode_scale
+        predicted *= scale
+        error = self.settings.error
+        true_ms = predicted * (1.0 + error.bias)
+        if node.noise is not None:
+            true_ms *= max(0.1, node.noise.gauss(1.0, error.noise))
+        node.busy = True
+        node.steps += 1
+        node.step_start_ms = now
+        node.predicted_ms = predicted
+        node.step_end_ms = now + true_ms
+        if load.prefill_tokens or load.decodes != len(node.running):
+            self._note_starts(node, now)
+        self._number += 1
+        heapq.heappush(
+            self._events, (node.step_end_ms, self._number, self._end_step, node)
+        )
+
+    def _note_starts(self, node: SimNode, now: float) -> None:
+        for request, _ in node.scheduled:
+            user = request.user
+            if user.prefill_start_ms < 0:
+                user.prefill_start_ms = now
+
+    def _end_step(self, node: SimNode) -> None:
+        now = self.now_ms
+        node.reports.before_change(now)
+        load = node.load
+        start = node.step_start_ms
+        got, done = node.finish_step()
+        for request in got:
+            user = request.user
+            if request.leg == Leg.PREFILL:
+                user.prefill_end_ms = now
+                continue
+            tokens = user.token_ms
+            if not tokens:
+                self._first_token(request, start)
+            tokens.append(now)
+        if self.on_step is not None:
+            self.on_step(node, load, now - start)
+        for request in done:
+            self._leg_done(node, request)
+        if self._moves:
+            self._move(node)
+        self.dispatcher.step_ended(node, load, node.predicted_ms, now - start)
+        self._start_step(node)
+
+    def _first_token(self, request: EngineRequest, step_start_ms: float) -> None:
+        user = request.user
+        if request.leg == Leg.WHOLE:
+            # The step that ends the prompt gives the token: no transfer, no
+            # wait for a decode step.
+            user.prefill_end_ms = user.kv_arrived_ms = self.now_ms
+            user.decode_start_ms = self.now_ms
+        else:
+            user.decode_start_ms = step_start_ms
+        self.dispatcher.first_token(user)
+
+    def _leg_done(self, node: SimNode, request: EngineRequest) -> None:
+        user = request.user
+        if request.leg != Leg.PREFILL:
+            user.finished += 1
+            self._open -= 1
+            self.dispatcher.finished(user)
+            return
+        assert user.route is not None
+        target = self.nodes[user.route.decode]
+        self.dispatcher.prefilled(user)
+        self._hand_over(node, request, target, outputs=0)
+
+    # ------------------------------------------------------------- transfers
+
+    def _hand_over(
+        self, node: SimNode, request: EngineRequest, target: SimNode, outputs: int
+    ) -> None:
+        """A leg's KV is to be read by another node."""
+        self._held[request.user, target.name] = (node, request)
+        self._add(target, request.user, Leg.DECODE, source=node, outputs=outputs)
+
+    def _load(self, node: SimNode, request: EngineRequest, tokens: int) -> None:
+        """The engine asks for remote KV: it has blocks for it now."""
+        source, held = self._held.pop((request.user, node.name))
+        if source.plan.group is not None and source.plan.group == node.plan.group:
+            end = self.now_ms
+        else:
+            end = self.links.send(self.now_ms, source.name, node.name, tokens)
+        self.at(end, self._loaded, (node, request, source, held))
+
+    def _loaded(
+        self, what: tuple[SimNode, EngineRequest, SimNode, EngineRequest]
+    ) -> None:
+        node, request, source, held = what
+        now = self.now_ms
+        source.reports.before_change(now)
+        source.release(held)
+        node.reports.before_change(now)
+        node.kv_arrived(request)
+        if request.user.kv_arrived_ms < 0:
+            request.user.kv_arrived_ms = now
+        for each in (node, source):
+            if not each.busy and not each.idle:
+                self._start_step(each)
+
+    # ------------------------------------------------------------ migrations
+
+    def _move(self, node: SimNode) -> None:
+        """Let the policy move decodes off the node whose step has ended."""
+        decodes = [
+            Decoding(
+                request.user.index,
+                request.tokens,
+                len(request.user.token_ms),
+                request.user.token_ms[0],
+                self.now_ms,
+            )
+            for request in node.running
+            if request.phase == Phase.DECODE and request.user.token_ms
+        ]
+        fleet = self.dispatcher.fleet(None)
+        for move in self.policy.moves(node.name, decodes, fleet):
+            self._migrate(node, move)
+
+    def _migrate(self, node: SimNode, move: Move) -> None:
+        for request in node.running:
+            if request.user.index == move.request and not request.user.finished:
+                break
+        else:
+            return
+        target = self.nodes[move.node]
+        node.withdraw(request)
+        request.user.migrations += 1
+        outputs = len(request.user.token_ms)
+        self._hand_over(node, request, target, outputs=outputs)

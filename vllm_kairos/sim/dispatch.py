@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Between arrivals and nodes: what a policy is shown, and when it is asked.
+
+`Dispatcher` keeps the proxy's ledger and shows a policy its fleet.
+`EagerDispatcher` binds a request to its nodes when it arrives, as the paper
+does. A dispatcher that holds requests back overrides `arrive` and the hooks,
+which are called at every event a queue could wait for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from vllm_kairos.core.chunk_rule import StepLoad
+from vllm_kairos.core.fleet import Fleet, NodeState, PrefillWork, Request
+from vllm_kairos.core.policies.base import Policy
+from vllm_kairos.core.route import Route
+from vllm_kairos.sim.engine_request import EngineRequest, Leg, UserRequest
+from vllm_kairos.sim.reports import state_of
+
+if TYPE_CHECKING:
+    from vllm_kairos.sim.cluster import Cluster, SimNode
+
+
+class Ledger:
+    """What was dispatched to the nodes and no report shows yet.
+
+    The simulator's nodes count a request as soon as it is handed to them, so a
+    heartbeat later than the dispatch shows it.
+    """
+
+    def __init__(self) -> None:
+        #: By node: when, kind and tokens of each dispatch.
+        self.sent: dict[str, list[tuple[float, str, int]]] = {}
+        #: By node: deflected requests without a first token.
+        self.deflected: dict[str, dict[int, PrefillWork]] = {}
+        #: By node: requests that will decode there, in prefill elsewhere.
+        self.expected: dict[str, dict[int, int]] = {}
+
+    def note(self, now_ms: float, user: UserRequest, route: Route) -> None:
+        """A request is being dispatched."""
+        tokens = user.row.prompt_tokens
+        if route.deflected:
+            work = PrefillWork(tokens)
+            self.deflected.setdefault(route.decode, {})[user.index] = work
+            kind = "deflected" if route.chunks else "prefill"
+        else:
+            self.expected.setdefault(route.decode, {})[user.index] = tokens
+            kind = "prefill"
+        self.sent.setdefault(route.prefill, []).append((now_ms, kind, tokens))
+
+    def prefilled(self, now_ms: float, user: UserRequest, route: Route) -> None:
+        """Its prefill leg is done and its decode leg goes out."""
+        self.expected[route.decode].pop(user.index, None)
+        entry = (now_ms, "awaiting", user.row.prompt_tokens)
+        self.sent.setdefault(route.decode, []).append(entry)
+
+    def first_token(self, user: UserRequest, route: Route) -> None:
+        """The proxy sees its first token."""
+        if route.deflected:
+            self.deflected[route.decode].pop(user.index, None)
+
+
+class Dispatcher:
+    """Shows a policy its fleet and hands its routes to the cluster.
+
+    Args:
+        cluster: The cluster.
+        policy: The policy.
+    """
+
+    def __init__(self, cluster: Cluster, policy: Policy):
+        self.cluster = cluster
+        self.policy = policy
+        self.ledger = Ledger()
+        self._requests: dict[int, Request] = {}
+        self._show = _SHOW[policy.sees]
+
+    # ----------------------------------------------------------------- hooks
+
+    def arrive(self, user: UserRequest) -> None:
+        """A request arrives."""
+        raise NotImplementedError
+
+    def priority(self, user: UserRequest) -> float:
+        """Its priority on nodes that go by one: lower is sooner."""
+        return user.arrival_ms
+
+    def step_ended(
+        self, node: SimNode, load: StepLoad, predicted_ms: float, measured_ms: float
+    ) -> None:
+        """A node has ended a step and is about to put the next together."""
+
+    def prefilled(self, user: UserRequest) -> None:
+        """A prefill leg is done; its decode leg is about to go out."""
+        assert user.route is not None
+        self.ledger.prefilled(self.cluster.now_ms, user, user.route)
+
+    def first_token(self, user: UserRequest) -> None:
+        """A request gives its first token."""
+        assert user.route is not None
+        self.ledger.first_token(user, user.route)
+
+    def finished(self, user: UserRequest) -> None:
+        """A request has given its last token."""
+        request = self._requests.pop(user.index, None)
+        if request is not None and user.route is not None:
+            self.policy.finished(request, user.route)
+
+    # ------------------------------------------------------------ for policies
+
+    def send(self, user: UserRequest, route: Route) -> None:
+        """Dispatch a request and note it in the ledger."""
+        if not route.rejected:
+            self.ledger.note(self.cluster.now_ms, user, route)
+        self.cluster.dispatch(user, route)
+
+    def request_of(self, user: UserRequest) -> Request:
+        """The request as a policy sees it."""
+        row = user.row
+        cached: dict[str, int] = {}
+        if row.hash_ids and self.cluster.settings.limits.prefix_caching:
+            limits = self.cluster.settings.limits
+            probe = EngineRequest(user, Leg.WHOLE, block_size=limits.block_size)
+            for node in self.cluster.nodes.values():
+                tokens = node.kv.find_prefix(probe)
+                if tokens:
+                    cached[node.name] = tokens
+        request = Request(
+            row.prompt_tokens,
+            str(user.index),
+            user.arrival_ms,
+            row.output_tokens,
+            cached,
+            row.session,
+            row.turn,
+        )
+        self._requests[user.index] = request
+        return request
+
+    def fleet(self, user: UserRequest | None) -> Fleet:
+        """The nodes as the policy may see them now."""
+        cluster = self.cluster
+        now = cluster.now_ms
+        if self.policy.blind:
+            states = {n.name: n.reports.stale() for n in cluster.nodes.values()}
+        else:
+            show = self._show
+            states = {n.name: show(self, n, now) for n in cluster.nodes.values()}
+        return Fleet(
+            [states[n.name] for n in cluster.prefill],
+            [states[n.name] for n in cluster.decode],
+            now,
+        )
+
+    def _reported(self, node: SimNode, now_ms: float) -> NodeState:
+        """The last report; a node with a deflected request in flight says so."""
+        state = node.reports.last(now_ms)
+        flying = self.ledger.deflected.get(node.name)
+        if not flying and not state.deflected:
+            return state
+        return replace(state, deflected=list(flying.values()) if flying else [])
+
+    def _counted(self, node: SimNode, now_ms: float) -> NodeState:
+        """The last report and what was sent since."""
+        ledger = self.ledger
+        state = node.reports.last(now_ms)
+        beat = node.reports.beat_ms
+        copy = replace(
+            state,
+            step_in_flight_ms=max(0.0, state.step_in_flight_ms - (now_ms - beat)),
+            link_backlog_bytes=self.cluster.links.backlog_bytes(now_ms, node.name),
+        )
+        expected = ledger.expected.get(node.name)
+        if expected:
+            copy.expected = len(expected)
+            copy.expected_kv_tokens = sum(expected.values())
+        sent = ledger.sent.get(node.name)
+        if not sent:
+            return copy
+        fresh = [entry for entry in sent if entry[0] >= beat]
+        ledger.sent[node.name] = fresh
+        for _, kind, tokens in fresh:
+            if kind == "awaiting":
+                copy.awaiting_kv += 1
+                copy.awaiting_kv_tokens += tokens
+            elif kind == "prefill":
+                copy.prefills = [*copy.prefills, PrefillWork(tokens)]
+            else:
+                copy.deflected = [*copy.deflected, PrefillWork(tokens)]
+        return copy
+
+    def _true(self, node: SimNode, now_ms: float) -> NodeState:
+        """The state as it is."""
+        state = state_of(node, self.cluster, now_ms)
+        state.link_backlog_bytes = self.cluster.links.backlog_bytes(now_ms, node.name)
+        expected = self.ledger.expected.get(node.name)
+        if expected:
+            state.expected = len(expected)
+            state.expected_kv_tokens = sum(expected.values())
+        return state
+
+
+_SHOW: dict[str, Callable[[Dispatcher, SimNode, float], NodeState]] = {
+    "reports": Dispatcher._reported,
+    "ledger": Dispatcher._counted,
+    "truth": Dispatcher._true,
+}
+
+
+class EagerDispatcher(Dispatcher):
+    """Routes every request when it arrives (the paper's way)."""
+
+    def arrive(self, user: UserRequest) -> None:
+        route = self.policy.route(self.request_of(user), self.fleet(user))
+        self.send(user, route)
