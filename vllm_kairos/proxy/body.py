@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 import msgspec
 
@@ -163,7 +163,7 @@ class Body:
         return None
 
 
-def is_token_ids(prompt: object) -> bool:
+def is_token_ids(prompt: object) -> TypeGuard[list[int]]:
     """Whether a completion's prompt is one list of token ids.
 
     Only the first entry is looked at; a mixed list is refused by the engine.

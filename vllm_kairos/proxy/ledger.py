@@ -105,3 +105,10 @@ class NodeLedger:
         self._incarnation = report.incarnation
         self._last_report_s = received_s
         self.version += 1
+
+    def decoding(self, ticket: str) -> None:
+        """Its first byte is out: what is left of it is a decode."""
+        entry = self._entries.get(ticket)
+        if entry is not None and not entry.shown:
+            entry.kind = Kind.AWAITING_KV
+            self.version += 1

@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The disaggregated proxy: vLLM's bundled script with Kairos routing."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import socket
+import urllib.error
+import urllib.request
+
+import uvicorn
+
+from vllm_kairos.files import UserError
+from vllm_kairos.proxy.app import make_app
+from vllm_kairos.proxy.flags import (
+    ProxySettings,
+    add_node_arguments,
+    last_component,
+    settings_from_args,
+)
+from vllm_kairos.proxy.flags import (
+    add_arguments as add_routing_arguments,
+)
+
+logger = logging.getLogger(__name__)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags of `vllm-kairos proxy`."""
+    add_node_arguments(parser)
+    add_routing_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve until told to stop.
+
+    Raises:
+        UserError: A flag is wrong, a node serves another model, or the port
+            is taken.
+    """
+    logging.basicConfig(level=logging.INFO)
+    settings = settings_from_args(args)
+    check_models(settings)
+    listener = listen(args.host, args.port)
+    with listener:
+        host, port = listener.getsockname()[:2]
+        logger.info("Proxy at http://%s:%d, policy %s", host, port, settings.policy)
+        config = uvicorn.Config(
+            make_app(settings), log_level="warning", access_log=False
+        )
+        uvicorn.Server(config).run(sockets=[listener])
+    return 0
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A bound listening socket.
+
+    Raises:
+        UserError: The address cannot be bound.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+            listener.listen(2048)
+        except OSError:
+            listener.close()
+            raise
+    except OSError as error:
+        raise UserError(
+            f"--port {port} on {host}: {error.strerror or error}, expected a free port"
+        ) from error
+    return listener
+
+
+def check_models(settings: ProxySettings) -> None:
+    """Refuse a node that serves another model; one that is down may come later.
+
+    Raises:
+        UserError: Node and models are named.
+    """
+    for node in dict.fromkeys([*settings.prefill, *settings.decode]):
+        try:
+            with urllib.request.urlopen(
+                f"http://{node}/v1/models", timeout=settings.connect_timeout_s
+            ) as reply:
+                served = json.loads(reply.read())["data"][0]["id"]
+        except (OSError, ValueError, LookupError, TypeError) as error:
+            logger.warning("Node %s does not name its model yet: %s", node, error)
+            continue
+        if last_component(str(served)) != last_component(settings.model):
+            raise UserError(
+                f"node {node} serves {served!r}, expected {settings.model!r} (--model)"
+            )

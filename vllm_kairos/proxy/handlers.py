@@ -1,0 +1,365 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The two request handlers: decide, prefill, decode, and what goes wrong.
+
+A request takes one of these paths, told to the client in ``x-kairos-route``:
+
+``kept``          prefill node, then decode node with the KV handle
+``deflected``     decode node alone, with the policy's chunk schedule
+``whole``         decode node alone: P/D cannot carry the request
+``prefill_only``  prefill node alone: nothing is decoded
+``fallback``      decode node alone: the path planned has failed
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from multidict import CIMultiDict
+
+from vllm_kairos.core.fleet import Fleet, NodeState, Request
+from vllm_kairos.core.messages import TICKET_KEY, schedule_params
+from vllm_kairos.core.policies import Policy, RoundRobin
+from vllm_kairos.core.policies.disagg import least_loaded_decode, least_ttft
+from vllm_kairos.core.route import Route
+from vllm_kairos.core.schedule import closed_form_schedule
+from vllm_kairos.core.settings import Settings
+from vllm_kairos.proxy.body import REMOTE_DECODE, Body, decode_prefill_reply
+from vllm_kairos.proxy.fleet import Node
+from vllm_kairos.proxy.forward import NodeFailure, Reply, open_reply
+from vllm_kairos.proxy.ledger import Kind
+from vllm_kairos.proxy.prompt_length import Length
+from vllm_kairos.proxy.service import Service
+
+logger = logging.getLogger(__name__)
+
+#: Nodes a request may bring to a failure; one that fails every engine it
+#: touches must not go round the whole fleet.
+_MOST_REACHED = 2
+#: Steps of a schedule made where there is no headroom.
+_MOST_STEPS = 4096
+
+
+@dataclass(slots=True)
+class Job:
+    """One request on its way.
+
+    Attributes:
+        body: What the client sent.
+        headers: Headers for the nodes.
+        ticket: Names its dispatches.
+        arrived_s: Monotonic arrival.
+        length: Length of its prompts.
+        label: Path it took.
+        predicted_ms: TTFT the decision predicts for that path.
+    """
+
+    body: Body
+    headers: CIMultiDict[str]
+    ticket: str
+    arrived_s: float
+    length: Length
+    label: str = "kept"
+    predicted_ms: float | None = None
+
+    def request(self) -> Request:
+        """The request as a policy sees it."""
+        return Request(self.length.tokens, self.ticket, arrival_ms=self.arrived_s * 1e3)
+
+
+class NoNode(Exception):
+    """No node is left that could answer."""
+
+
+class Dispatcher:
+    """Decides where requests go and brings back the answer.
+
+    Args:
+        service: Fleet, session, health, tokenizer and metrics.
+    """
+
+    def __init__(self, service: Service):
+        self._service = service
+        self._slo: Settings = service.settings.slo
+        self._handshake = service.settings.handshake
+        self._policy: Policy = service.settings.make_policy()
+        self._spare_prefill = RoundRobin()
+        self._spare_decode = RoundRobin()
+
+    async def measure(self, body: Body) -> Length:
+        """Length of the prompts; not counted for a policy that is blind."""
+        counter = self._service.counter
+        if self._policy.blind:
+            return counter.estimate(body)
+        return await counter.count(body)
+
+    async def dispatch(self, job: Job) -> Reply:
+        """The answer of whichever node gives one.
+
+        Raises:
+            NoNode: None does.
+        """
+        fleet = self._service.fleet.view(time.monotonic())
+        if not fleet.decode:
+            raise NoNode("no decode node")
+        if not fleet.prefill:
+            self._service.metrics.fallback("no_prefill_node")
+            return await self._alone(job, "fallback", self._decode_node(job, fleet))
+        if job.body.unsplittable() is not None:
+            if job.body.prefill_only:
+                state = self._prefill_node(job, fleet)
+                return await self._prefill_only(job, self._service.fleet[state.node])
+            return await self._alone(job, "whole", self._decode_node(job, fleet))
+        route = self._route(job, fleet)
+        if route.deflected:
+            job.label = "deflected"
+            job.predicted_ms = route.estimates.ttft_decode_ms
+            node = self._service.fleet[route.decode]
+            params = None
+            if route.chunks:
+                params = schedule_params(job.ticket, route.chunks)
+            return await self._answer(job, node, Kind.DEFLECTED, params)
+        job.predicted_ms = route.estimates.ttft_prefill_ms
+        if job.body.prefill_only:
+            return await self._prefill_only(job, self._service.fleet[route.prefill])
+        return await self._kept(job, route)
+
+    def _route(self, job: Job, fleet: Fleet) -> Route:
+        started = time.perf_counter()
+        try:
+            route = self._policy.route(job.request(), fleet)
+        except Exception:
+            # A request is served whatever a policy makes of its state.
+            logger.exception("Policy %s failed, plain P/D instead", self._policy.name)
+            route = Route(
+                self._spare_prefill.pick(fleet.prefill).node,
+                self._spare_decode.pick(fleet.decode).node,
+                reason="policy_error",
+            )
+        self._service.metrics.decided(route, time.perf_counter() - started)
+        return route
+
+    async def _kept(self, job: Job, route: Route) -> Reply:
+        service = self._service
+        prefill, decode = service.fleet[route.prefill], service.fleet[route.decode]
+        now, tokens = time.monotonic(), job.length.tokens
+        decode.ledger.open(job.ticket, Kind.EXPECTED, tokens, now)
+        try:
+            found = await self._prefill(job, prefill)
+        finally:
+            decode.ledger.close(job.ticket)
+        if isinstance(found, Reply):
+            return found
+        if found is None:
+            return await self._alone(job, "fallback", self._decode_node(job))
+        if not decode.up:
+            decode = service.fleet[self._decode_node(job).node]
+        params = self._named(job, decode, found) or None
+        return await self._answer(job, decode, Kind.AWAITING_KV, params)
+
+    async def _prefill(self, job: Job, node: Node) -> dict[str, Any] | Reply | None:
+        """Run the prefill leg.
+
+        Returns:
+            What to send to the decode node; the node's verdict where it
+            refuses the request; `None` where there is no KV to fetch.
+        """
+        service = self._service
+        asked = REMOTE_DECODE if self._handshake else {}
+        payload = job.body.prefill_leg(self._named(job, node, asked))
+        node.ledger.open(job.ticket, Kind.PREFILL, job.length.tokens, time.monotonic())
+        try:
+            reply = await open_reply(
+                service.session,
+                node,
+                job.body.path,
+                payload,
+                job.headers,
+                service.settings.prefill_timeout_s,
+            )
+            try:
+                if 400 <= reply.status < 500:
+                    return reply
+                if not 200 <= reply.status < 300:
+                    self._failed(node, f"status_{reply.status}")
+                    return None
+                data = await reply.read()
+            finally:
+                if not 400 <= reply.status < 500:
+                    reply.close()
+        except NodeFailure as failure:
+            self._failed(node, failure.reason)
+            return None
+        finally:
+            node.ledger.close(job.ticket)
+        try:
+            answer = decode_prefill_reply(data)
+        except ValueError as error:
+            logger.warning("Node %s: %s", node.address, error)
+            self._failed(node, "unreadable")
+            return None
+        if answer.prompt_tokens is not None:
+            service.counter.learn(job.body, answer.prompt_tokens)
+        if not self._handshake:
+            return {}
+        if not answer.kv_transfer_params:
+            # The first token ended the text, so the node kept no KV.
+            service.metrics.fallback("no_kv")
+            return None
+        return answer.kv_transfer_params
+
+    async def _prefill_only(self, job: Job, node: Node) -> Reply:
+        job.label = "prefill_only"
+        payload = job.body.with_params(self._named(job, node, {}))
+        try:
+            reply = await self._leg(job, node, Kind.PREFILL, payload)
+        except NodeFailure as failure:
+            self._failed(node, failure.reason)
+        else:
+            if reply.status < 500:
+                return reply
+            reply.close()
+            node.ledger.close(job.ticket)
+            self._failed(node, f"status_{reply.status}")
+        return await self._alone(job, "fallback", self._decode_node(job))
+
+    async def _alone(self, job: Job, label: str, state: NodeState) -> Reply:
+        """The whole request on one decode node, with a safe schedule."""
+        job.label, job.predicted_ms = label, None
+        node = self._service.fleet[state.node]
+        if self._policy.blind and node.profile is not None:
+            job.length = await self._service.counter.count(job.body)
+        kind, params = self._safe(job, node)
+        return await self._answer(job, node, kind, params)
+
+    async def _answer(
+        self, job: Job, node: Node, kind: Kind, params: dict[str, Any] | None
+    ) -> Reply:
+        """The decode leg, moved to another node where one fails."""
+        service = self._service
+        tried: set[str] = set()
+        reached = 0
+        last: Reply | None = None
+        while True:
+            tried.add(node.address)
+            payload = job.body.with_params(params)
+            lost = True
+            try:
+                reply = await self._leg(job, node, kind, payload)
+            except NodeFailure as failure:
+                self._failed(node, failure.reason)
+                lost = failure.reached
+            except BaseException:
+                if last is not None:
+                    last.close()
+                raise
+            else:
+                if reply.status < 500:
+                    if last is not None:
+                        last.close()
+                    return reply
+                node.ledger.close(job.ticket)
+                self._failed(node, f"status_{reply.status}")
+                if last is not None:
+                    last.close()
+                last = reply
+            reached += lost
+            fleet = service.fleet.view(time.monotonic(), frozenset(tried))
+            if reached >= _MOST_REACHED or not fleet.decode:
+                if last is not None:
+                    return last
+                raise NoNode(f"decode node {node.address} failed")
+            service.metrics.fallback("decode_failed")
+            node = service.fleet[self._decode_node(job, fleet).node]
+            if lost or kind is not Kind.AWAITING_KV:
+                job.label, job.predicted_ms = "fallback", None
+                kind, params = self._safe(job, node)
+            else:
+                # It never reached an engine: the KV is still there to fetch.
+                params = self._named(job, node, params or {}) or None
+
+    async def _leg(self, job: Job, node: Node, kind: Kind, payload: bytes) -> Reply:
+        """One exchange, in the node's ledger until the answer has ended.
+
+        The entry is left open on return: `finish` closes it.
+        """
+        node.ledger.open(job.ticket, kind, job.length.tokens, time.monotonic())
+        try:
+            reply = await open_reply(
+                self._service.session, node, job.body.path, payload, job.headers
+            )
+        except BaseException:
+            node.ledger.close(job.ticket)
+            raise
+        node.ledger.decoding(job.ticket)
+        return reply
+
+    def finish(self, job: Job, reply: Reply) -> None:
+        """The answer has ended, whichever way."""
+        reply.close()
+        reply.node.ledger.close(job.ticket)
+
+    def broke_off(self, reply: Reply) -> None:
+        """A node died in the middle of its answer."""
+        self._failed(reply.node, "broken")
+
+    def _failed(self, node: Node, reason: str) -> None:
+        self._service.metrics.error(node.address, reason)
+        self._service.metrics.fallback(reason)
+        if reason in ("refused", "broken", "timeout"):
+            self._service.health.failed(node)
+        else:
+            self._service.health.suspect(node)
+
+    def _named(
+        self, job: Job, node: Node, params: dict[str, Any] | Any
+    ) -> dict[str, Any]:
+        """Parameters with the ticket, for an engine that sends reports."""
+        if node.report is None:
+            return {k: v for k, v in params.items() if k != TICKET_KEY}
+        return {**params, TICKET_KEY: job.ticket}
+
+    def _prefill_node(self, job: Job, fleet: Fleet) -> NodeState:
+        if self._policy.blind:
+            return self._spare_prefill.pick(fleet.prefill)
+        return least_ttft(job.request(), fleet)[0]
+
+    def _decode_node(self, job: Job, fleet: Fleet | None = None) -> NodeState:
+        if fleet is None:
+            fleet = self._service.fleet.view(time.monotonic())
+        if self._policy.blind:
+            return self._spare_decode.pick(fleet.decode)
+        return least_loaded_decode(job.request(), fleet)
+
+    def _safe(self, job: Job, node: Node) -> tuple[Kind, dict[str, Any] | None]:
+        """What a decode node is sent with a prompt it has to prefill.
+
+        A schedule within ``beta * tau``. Where there is no headroom the
+        prompt must be served all the same: it gets the smallest candidate at
+        every step. Without a fresh state or a profile nothing is known that
+        would make one schedule safer than another.
+        """
+        state = self._service.state(node)
+        if state.model is None or not state.fresh:
+            return Kind.PREFILL, self._named(job, node, {}) or None
+        decodes = state.decodes + state.awaiting_kv
+        schedule = closed_form_schedule(
+            state.model,
+            decodes,
+            state.decode_kv_tokens + state.awaiting_kv_tokens,
+            job.length.longest,
+            state.budget_tokens,
+            self._slo.limit_ms,
+        )
+        if schedule is not None:
+            chunks = schedule.chunks
+        else:
+            smallest = max(
+                min(self._slo.candidates), job.length.longest // _MOST_STEPS + 1
+            )
+            steps = math.ceil(job.length.longest / smallest)
+            chunks = (smallest + decodes,) * steps
+        return Kind.DEFLECTED, schedule_params(job.ticket, chunks)
