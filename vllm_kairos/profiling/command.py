@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measure step latencies and fit the predictors every decision rests on.
+
+vllm-kairos profile --model M --output P.json [-- vllm serve arguments]
+    start an engine, drive it, fit, validate on steps it did not fit
+vllm-kairos profile --url URL --step-log FILE --output P.json
+    the same on an engine that runs already with its step log in FILE
+vllm-kairos profile --from-steps FILE... --output P.json
+    fit step records only
+vllm-kairos profile --validate P.json --from-steps FILE... --json
+    errors of a profile on other steps
+vllm-kairos profile --report P.json [--from-steps FILE...] [--output DIR]
+    tables and figures
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from vllm_kairos.core.profile import Profile
+from vllm_kairos.files import UserError, load_profile, save_profile
+from vllm_kairos.profiling.build import build_profile, validate
+from vllm_kairos.profiling.errors import PHASES
+from vllm_kairos.profiling.fit import fit_steps
+from vllm_kairos.profiling.report import draw, report_text
+from vllm_kairos.profiling.steps import Steps, read_steps
+
+_UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
+_LEAST_BUDGET_S = 20.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags of `vllm-kairos profile`."""
+    parser.add_argument("--model", help="model to serve, or its name in the profile")
+    parser.add_argument("--output", help="profile to write; with --report, a folder")
+    parser.add_argument("--url", help="profile the engine that answers here")
+    parser.add_argument("--step-log", help="step log of the engine at --url")
+    parser.add_argument(
+        "--from-steps", nargs="+", metavar="FILE", help="step records (CSV)"
+    )
+    parser.add_argument("--validate", metavar="PROFILE", help="test this profile")
+    parser.add_argument("--report", metavar="PROFILE", help="report on this profile")
+    parser.add_argument("--json", action="store_true", help="print one JSON line last")
+    parser.add_argument(
+        "--budget",
+        default="30m",
+        help="time to measure for, e.g. 60s, 30m, 1h (default %(default)s)",
+    )
+    parser.add_argument("--name", help="name of the profile, default from --output")
+    parser.add_argument("--hardware", help="what the engine runs on, default detected")
+    parser.add_argument("--engine", help="engine to take where a step log has several")
+    parser.add_argument("--trace", help="requests to replay (Azure or Mooncake form)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of all that is drawn")
+    parser.add_argument(
+        "serve_args", nargs="*", metavar="-- ARG", help="arguments of vllm serve"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run `vllm-kairos profile`."""
+    _check_flags(args)
+    if args.report:
+        return _report(args)
+    if args.validate:
+        return _validate(args)
+    if args.from_steps:
+        return _fit(args)
+    return _collect(args)
+
+
+def parse_budget_s(text: str) -> float:
+    """Seconds of ``90``, ``60s``, ``30m`` or ``1h``.
+
+    Raises:
+        UserError: It is none of these or under the least useful budget.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", text.strip())
+    seconds = float(match[1]) * _UNITS[match[2]] if match else 0.0
+    if seconds < _LEAST_BUDGET_S:
+        raise UserError(
+            f"--budget is {text!r}, expected a time of at least "
+            f"{_LEAST_BUDGET_S:.0f}s such as 60s, 30m or 1h"
+        )
+    return seconds
+
+
+def _check_flags(args: argparse.Namespace) -> None:
+    if args.report and args.validate:
+        raise UserError("--report and --validate given, expected one of them")
+    if args.report:
+        return
+    if args.validate:
+        if not args.from_steps:
+            raise UserError("--validate needs --from-steps with steps to test on")
+        return
+    if args.url and args.from_steps:
+        raise UserError("--url and --from-steps given, expected one of them")
+    if not (args.url or args.from_steps or args.model):
+        raise UserError(
+            "nothing to do, expected --model, --url, --from-steps, --validate or "
+            "--report"
+        )
+    if not args.output:
+        raise UserError("--output is missing, expected the profile to write")
+    if args.url and not args.step_log:
+        raise UserError(
+            "--url needs --step-log, the file the engine was told to log steps to "
+            '(--additional-config \'{"kairos": {"step_log": "FILE"}}\')'
+        )
+    if args.serve_args and (args.url or args.from_steps):
+        raise UserError("arguments after -- are for vllm serve, expected --model only")
+    parse_budget_s(args.budget)
+
+
+def _report(args: argparse.Namespace) -> int:
+    profile = load_profile(args.report)
+    steps = _report_steps(args, profile)
+    print(report_text(profile, steps))
+    source = Path(args.report)
+    folder = args.output or source.with_name(f"{source.stem}-report")
+    for path in draw(profile, steps, folder):
+        print(f"wrote {path}")
+    if args.json:
+        print(json.dumps({p: getattr(profile, p).error for p in PHASES}))
+    return 0
+
+
+def _report_steps(args: argparse.Namespace, profile: Profile) -> Steps | None:
+    """Steps given, or the raw ones that lie beside the profile."""
+    if args.from_steps:
+        return read_steps(args.from_steps, args.engine)
+    beside = raw_steps_path(args.report)
+    return read_steps([beside]) if beside.exists() else None
+
+
+def raw_steps_path(profile_path: str) -> Path:
+    """Where the steps a profile was measured with are kept beside it."""
+    return Path(profile_path).with_suffix(".steps.csv")
+
+
+def _validate(args: argparse.Namespace) -> int:
+    profile = load_profile(args.validate)
+    result = validate(profile, read_steps(args.from_steps, args.engine))
+    for phase in PHASES:
+        print(error_line(phase, result[phase]))
+    _print_dropped(result["dropped"])
+    if args.json:
+        print(json.dumps(result))
+    return 0
+
+
+def _fit(args: argparse.Namespace) -> int:
+    steps = read_steps(args.from_steps, args.engine)
+    fit = fit_steps(steps, args.seed)
+    profile = build_profile(
+        fit,
+        name=args.name or Path(args.output).stem,
+        model=args.model or "unknown",
+        hardware=args.hardware or "unknown",
+        engine_version="unknown",
+        provenance={
+            "steps_from": [Path(path).name for path in args.from_steps],
+            "steps": len(steps),
+        },
+    )
+    save_profile(args.output, profile)
+    print_fit(profile)
+    print(f"wrote {args.output}")
+    if args.json:
+        print(json.dumps({p: getattr(profile, p).error for p in PHASES}))
+    return 0
+
+
+def print_fit(profile: Profile) -> None:
+    """Held-out errors, what was dropped and what was not measured."""
+    for phase in PHASES:
+        part = getattr(profile, phase)
+        print(f"{error_line(phase, part.error)} (form {part.form})")
+    dropped = profile.provenance.get("dropped_steps")
+    if isinstance(dropped, dict):
+        _print_dropped(dropped)
+    notes = profile.provenance.get("notes")
+    for note in notes if isinstance(notes, list) else ():
+        print(f"note: {note}")
+
+
+def error_line(phase: str, error: dict[str, Any]) -> str:
+    """One phase's errors for the screen."""
+    if not error.get("count"):
+        return f"{phase:<8} no steps"
+    return (
+        f"{phase:<8} {error['count']:>7.0f} steps  MAPE {error['mape_percent']:.2f} %  "
+        f"median {error['median_percent']:.2f} %  P95 {error['p95_percent']:.2f} %  "
+        f"bias {error['bias_percent']:+.2f} %"
+    )
+
+
+def _print_dropped(dropped: dict[str, int]) -> None:
+    words = ", ".join(f"{count} {reason}" for reason, count in dropped.items())
+    print(f"dropped  {words}")
+
+
+def _collect(args: argparse.Namespace) -> int:
+    from vllm_kairos.profiling.collect import collect
+
+    return collect(args)
