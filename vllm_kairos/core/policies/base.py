@@ -138,7 +138,7 @@ class Policy(abc.ABC):
 
     def finished(self, request: Request, route: Route) -> None:
         """Told when a request that `route` sent somewhere has finished."""
-        return None
+        return
 
 
 class RoundRobin:
