@@ -5,40 +5,40 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from vllm_kairos.files import UserError
 from vllm_kairos.proxy.app import KairosProxy
-from vllm_kairos.proxy.flags import ROUND_ROBIN, settings_from_args
+from vllm_kairos.proxy.command import listen
+from vllm_kairos.proxy.flags import settings_from_args
 
 
-def make_proxy(args: argparse.Namespace) -> KairosProxy | None:
-    """The proxy the flags ask for.
+def make_server(proxy_server: Callable[..., Any], args: argparse.Namespace) -> Any:
+    """The script's server with its two request handlers handed to Kairos.
 
     Args:
+        proxy_server: The script's ``ProxyServer``.
         args: The script's flags, with those of `flags.add_arguments`.
 
     Returns:
-        `None` where they ask for the script's own handlers: plain
-        ``round_robin`` without ``--kv-handshake``.
+        The server, not yet running.
 
     Raises:
-        SystemExit: A flag is wrong; told in one line, exit code 2.
+        SystemExit: A flag is wrong, a node does not answer or serves another
+            model, or the port is taken; told in one line, exit code 2.
     """
-    if args.scheduling_policy == ROUND_ROBIN and args.kv_handshake is None:
-        return None
     try:
-        return KairosProxy(settings_from_args(args))
-    except UserError as error:
+        kairos = KairosProxy(settings_from_args(args))
+        # The script lets uvicorn bind, which says less when it fails.
+        listen("127.0.0.1", args.port).close()
+        server = proxy_server(
+            args=args,
+            create_completion=kairos.create_completion,
+            create_chat_completion=kairos.create_chat_completion,
+        )
+    except (UserError, ValueError) as error:
         print(f"disagg_proxy_demo.py: error: {error}", file=sys.stderr)
         raise SystemExit(2) from error
-
-
-def handlers(proxy: KairosProxy | None) -> dict[str, Any]:
-    """Keyword arguments for the script's ``ProxyServer``."""
-    if proxy is None:
-        return {}
-    return {
-        "create_completion": proxy.create_completion,
-        "create_chat_completion": proxy.create_chat_completion,
-    }
+    server.proxy_instance.router.include_router(kairos.router)
+    return server
