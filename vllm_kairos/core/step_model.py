@@ -385,9 +385,13 @@ class StepModel:
             return 0
         if a1 == 0.0 and a2 == 0.0:
             return most_tokens
-        # 2·room / (a1 + sqrt(a1² + 4·a2·room)) is stable as a2 -> 0.
-        root = 2.0 * room / (a1 + math.sqrt(a1 * a1 + 4.0 * a2 * room))
-        chunk = min(most_tokens, int(root))
+        if room == 0.0:
+            return 0
+        # The root as 2·room / slope is stable as a2 -> 0, and compared before
+        # it is divided it can neither overflow nor divide by zero.
+        slope = a1 + math.sqrt(a1 * a1 + 4.0 * a2 * room)
+        fits = slope * most_tokens <= 2.0 * room
+        chunk = most_tokens if fits else int(2.0 * room / slope)
         # Rounding may land one token over the bound; the invariant is exact.
         while chunk > 0 and (
             self.step_ms(decodes, decode_kv_tokens, chunk, prefill_kv_tokens) > limit_ms

@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measured against predicted, step by step (paper §7, error of the models).
+
+Fed by the engine after every step. Pure: no clock, no log; the caller prints
+what `warning` returns and plans with what `effective_beta` returns.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections import deque
+from dataclasses import dataclass
+
+#: Phases an error is kept for, by what a step held.
+PHASES = ("prefill", "decode", "mixed")
+
+#: A predictor is not judged on fewer steps than this.
+FEWEST_STEPS = 50
+
+#: Bounds of the factor that a predicted step may be late by. Outside of them
+#: the profile is of another machine, and no margin repairs that.
+_LEAST_LATE = 1.0
+_MOST_LATE = 4.0
+
+
+def phase_of(decodes: int, prefill_tokens: int) -> str:
+    """Name of the predictor a step belongs to."""
+    if prefill_tokens <= 0:
+        return "decode"
+    return "mixed" if decodes > 0 else "prefill"
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseError:
+    """Error of one predictor over its recent steps.
+
+    Relative to the measured latency: ``(predicted - measured) / measured``.
+
+    Attributes:
+        count: Steps seen since the start.
+        mape_percent: Mean absolute error of the steps in the window.
+        bias_percent: Mean error; negative where steps take longer than
+            predicted.
+        p95_percent: 95th percentile of the absolute error.
+        late_p95: 95th percentile of measured / predicted.
+    """
+
+    count: int
+    mape_percent: float
+    bias_percent: float
+    p95_percent: float
+    late_p95: float
+
+
+class _Window:
+    """Errors of the last steps of one phase, kept in order for quantiles."""
+
+    __slots__ = ("count", "_size", "_recent", "_ordered", "_ordered_error")
+
+    def __init__(self, size: int):
+        self.count = 0
+        self._size = size
+        self._recent: deque[tuple[float, float]] = deque()
+        self._ordered: list[float] = []
+        self._ordered_error: list[float] = []
+
+    def add(self, ratio: float, error: float) -> None:
+        if len(self._recent) == self._size:
+            old_ratio, old_error = self._recent.popleft()
+            del self._ordered[bisect.bisect_left(self._ordered, old_ratio)]
+            del self._ordered_error[
+                bisect.bisect_left(self._ordered_error, abs(old_error))
+            ]
+        self._recent.append((ratio, error))
+        bisect.insort(self._ordered, ratio)
+        bisect.insort(self._ordered_error, abs(error))
+        self.count += 1
+
+    def __len__(self) -> int:
+        return len(self._recent)
+
+    def late(self, quantile: float) -> float:
+        """Quantile of measured / predicted, from above."""
+        index = math.ceil(quantile * len(self._ordered)) - 1
+        return self._ordered[max(index, 0)]
+
+    def error(self) -> PhaseError:
+        errors = self._ordered_error
+        index = max(math.ceil(0.95 * len(errors)) - 1, 0)
+        return PhaseError(
+            count=self.count,
+            mape_percent=100.0 * sum(errors) / len(errors),
+            bias_percent=100.0 * sum(e for _, e in self._recent) / len(errors),
+            p95_percent=100.0 * errors[index],
+            late_p95=self.late(0.95),
+        )
+
+
+class OnlineError:
+    """Recent prediction error of an engine, per phase.
+
+    Args:
+        window: Steps of each phase that are looked back on.
+        warn_percent: Mean absolute error past which `warning` speaks; infinite
+            never does.
+
+    Raises:
+        ValueError: An argument is out of range.
+    """
+
+    def __init__(self, window: int = 512, warn_percent: float = 25.0):
+        if window < FEWEST_STEPS:
+            raise ValueError(f"window is {window!r}, expected at least {FEWEST_STEPS}")
+        if not warn_percent > 0:
+            raise ValueError(f"warn_percent is {warn_percent!r}, expected > 0")
+        self._warn_percent = warn_percent
+        self._windows = {phase: _Window(window) for phase in PHASES}
+        self._warned: set[str] = set()
+
+    def add(
+        self, decodes: int, prefill_tokens: int, predicted_ms: float, measured_ms: float
+    ) -> None:
+        """Take one step; one that was not predicted or measured is ignored.
+
+        Args:
+            decodes: ``B`` of the step.
+            prefill_tokens: ``c``.
+            predicted_ms: As the profile says, uncorrected.
+            measured_ms: As it was.
+        """
+        if not (0.0 < predicted_ms < math.inf and 0.0 < measured_ms < math.inf):
+            return
+        self._windows[phase_of(decodes, prefill_tokens)].add(
+            measured_ms / predicted_ms, (predicted_ms - measured_ms) / measured_ms
+        )
+
+    def errors(self) -> dict[str, PhaseError]:
+        """Error of every phase that has steps."""
+        return {
+            phase: window.error()
+            for phase, window in self._windows.items()
+            if len(window)
+        }
+
+    def warning(self, refit_command: str) -> str | None:
+        """One line about a phase whose error passed the threshold, once each.
+
+        Args:
+            refit_command: What the user can run to measure anew.
+        """
+        for phase, window in self._windows.items():
+            if phase in self._warned or len(window) < FEWEST_STEPS:
+                continue
+            error = window.error()
+            if error.mape_percent > self._warn_percent:
+                self._warned.add(phase)
+                return (
+                    f"step predictions for {phase} steps are off by "
+                    f"{error.mape_percent:.0f} % on average (bias "
+                    f"{error.bias_percent:+.0f} %, P95 {error.p95_percent:.0f} %) "
+                    f"over the last {len(window)} steps, threshold "
+                    f"{self._warn_percent:g} %; to refit: {refit_command}"
+                )
+        return None
+
+    def effective_beta(self, beta: float) -> float:
+        """`beta` lowered so that a predicted step plus the error stays safe.
+
+        A step planned up to the answer times ``tau`` and late by the factor
+        seen at the 95th percentile of mixed (and of decode) steps ends within
+        ``tau``. The configured value is never exceeded: an engine faster than
+        its profile gains nothing here.
+
+        Args:
+            beta: Configured safety factor, in ``(0, 1]``.
+        """
+        late = max(
+            (
+                window.late(0.95)
+                for phase, window in self._windows.items()
+                if phase != "prefill" and len(window) >= FEWEST_STEPS
+            ),
+            default=1.0,
+        )
+        return min(beta, 1.0 / min(max(late, _LEAST_LATE), _MOST_LATE))
