@@ -1,0 +1,266 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Command-line values of the simulator, checked at the edge."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import inspect
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+from vllm_kairos.core.policies import policies
+from vllm_kairos.core.profile import Profile
+from vllm_kairos.core.settings import Settings
+from vllm_kairos.files import UserError, load_profile
+from vllm_kairos.sim.cells import PolicySpec, WorkloadSpec
+from vllm_kairos.sim.cluster import ClusterSettings, ModelError
+from vllm_kairos.sim.node import NodeLimits
+from vllm_kairos.sim.workload import WORKLOADS
+
+DEFAULT_PROFILE = "a100-deepseek-v2-lite"
+
+_PACKAGE = Path(__file__).resolve().parent.parent
+
+
+def shipped_profiles() -> dict[str, Path]:
+    """Profiles that come with the package, by name."""
+    for place in (_PACKAGE / "_profiles", _PACKAGE.parent / "profiles"):
+        found = {path.stem: path for path in sorted(place.glob("*.json"))}
+        if found:
+            return found
+    return {}
+
+
+def profile_of(name: str) -> Profile:
+    """A profile by path, or by the name of one that is shipped."""
+    shipped = shipped_profiles()
+    if not os.path.exists(name):
+        if name in shipped:
+            return load_profile(shipped[name])
+        raise UserError(
+            f"profile {name}: no such file, and not one of the shipped profiles "
+            f"({', '.join(shipped) or 'there are none'})"
+        )
+    return load_profile(name)
+
+
+def _near(word: str, known: Sequence[str]) -> str:
+    close = difflib.get_close_matches(word, known, n=3, cutoff=0.4) or known
+    return ", ".join(close)
+
+
+def _value(text: str) -> object:
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return {"true": True, "false": False}.get(text.lower(), text)
+
+
+def parse_policy(text: str, settings: Settings) -> PolicySpec:
+    """``name`` or ``name:key=value,key=value``.
+
+    Raises:
+        UserError: A name is unknown (the nearest ones are listed), or a value
+            is one the policy does not take.
+    """
+    name, _, rest = text.partition(":")
+    known = policies()
+    if name not in known:
+        raise UserError(
+            f"unknown policy {name!r}, the nearest are: {_near(name, sorted(known))}"
+        )
+    own = list(inspect.signature(known[name].__init__).parameters)[2:]
+    allowed = [*own, *(f.name for f in fields(Settings))]
+    options: dict[str, object] = {}
+    for part in filter(None, rest.split(",")):
+        key, equals, value = part.partition("=")
+        if not equals:
+            raise UserError(f"policy {text!r}: {part!r} is not of the form key=value")
+        if key not in allowed:
+            raise UserError(
+                f"policy {name!r} has no setting {key!r}, the nearest are: "
+                f"{_near(key, allowed)}"
+            )
+        options[key] = _value(value)
+    if "candidates" in options:
+        chosen = str(options["candidates"]).split("/")
+        try:
+            options["candidates"] = tuple(int(c) for c in chosen)
+        except ValueError:
+            raise UserError(
+                f"policy {text!r}: candidates is {options['candidates']!r}, "
+                "expected chunk sizes as 2048/1024/512"
+            ) from None
+    spec = PolicySpec(text, name, options)
+    try:
+        spec.make(settings)
+    except (ValueError, TypeError) as error:
+        raise UserError(f"policy {text!r}: {error}") from error
+    return spec
+
+
+def parse_numbers(words: Sequence[str], flag: str, whole: bool) -> list[float]:
+    """Numbers and ranges ``A..B`` or ``A..B..STEP``, both ends included.
+
+    Raises:
+        UserError: Not numbers, or a range without an end.
+    """
+    out: list[float] = []
+    for word in (w for words_ in words for w in words_.split(",") if w):
+        parts = word.split("..")
+        try:
+            numbers = [float(part) for part in parts]
+        except ValueError:
+            numbers = []
+        bad = len(numbers) not in (1, 2, 3) or not all(map(math.isfinite, numbers))
+        if whole and not bad:
+            bad = any(number != int(number) or number < 0 for number in numbers)
+        if bad:
+            kind = "whole numbers >= 0" if whole else "numbers"
+            raise UserError(f"{flag} {word}: expected {kind}, or A..B, or A..B..STEP")
+        if len(numbers) == 1:
+            out.append(numbers[0])
+            continue
+        first, last, *rest = numbers
+        step = rest[0] if rest else 1.0
+        if step <= 0 or last < first:
+            raise UserError(f"{flag} {word}: expected A <= B and STEP > 0")
+        count = int((last - first) / step + 1e-9) + 1
+        out += [round(first + step * i, 9) for i in range(count)]
+    return out
+
+
+def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags of the cluster, the workload and the SLOs."""
+    group = parser.add_argument_group("cluster")
+    group.add_argument("--prefill", type=int, default=2, metavar="N", help="nodes")
+    group.add_argument("--decode", type=int, default=2, metavar="N", help="nodes")
+    group.add_argument(
+        "--profile", default=DEFAULT_PROFILE, help="path, or name of a shipped one"
+    )
+    group.add_argument(
+        "--link-gb-per-s",
+        type=float,
+        metavar="GB",
+        help="bandwidth of a link in gigabytes a second; the profile's by default",
+    )
+    group.add_argument("--heartbeat-ms", type=float, default=100.0)
+    group.add_argument("--budget-tokens", type=int, help="of a step, every node")
+    group.add_argument("--max-num-seqs", type=int, help="of a step, every node")
+    group.add_argument("--kv-tokens", type=int, help="KV cache of a node")
+    group.add_argument(
+        "--model-bias",
+        type=float,
+        default=0.0,
+        metavar="SHARE",
+        help="true step times are this share longer than predicted",
+    )
+    group.add_argument(
+        "--model-noise",
+        type=float,
+        default=0.0,
+        metavar="SHARE",
+        help="standard deviation of true step times around that",
+    )
+    group = parser.add_argument_group("SLOs and margins")
+    group.add_argument("--tau-ms", type=float, default=70.0, help="TBT SLO")
+    group.add_argument("--ttft-slo-ms", type=float, default=4000.0, help="TTFT SLO")
+    group.add_argument("--alpha", type=float, default=1.3, help="margin of Eq. 7")
+    group.add_argument("--beta", type=float, default=0.9, help="factor of Eq. 5")
+
+
+def settings_of(args: argparse.Namespace) -> Settings:
+    """SLOs and margins."""
+    try:
+        return Settings(args.tau_ms, args.ttft_slo_ms, args.alpha, args.beta)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+
+
+def cluster_of(args: argparse.Namespace, profile: Profile) -> ClusterSettings:
+    """The cluster.
+
+    Raises:
+        UserError: A value is out of range.
+    """
+
+    def least(name: str, value: float | None, bound: float, strict: bool) -> None:
+        if value is None:
+            return
+        fine = value > bound if strict else value >= bound
+        if not (math.isfinite(value) and fine):
+            sign = ">" if strict else ">="
+            raise UserError(f"--{name} {value}: expected a number {sign} {bound:g}")
+
+    least("prefill", args.prefill, 1, False)
+    least("decode", args.decode, 1, False)
+    least("link-gb-per-s", args.link_gb_per_s, 0, True)
+    least("heartbeat-ms", args.heartbeat_ms, 0, True)
+    least("budget-tokens", args.budget_tokens, 1, False)
+    least("max-num-seqs", args.max_num_seqs, 1, False)
+    least("kv-tokens", args.kv_tokens, 1, False)
+    least("model-bias", args.model_bias, -1, True)
+    least("model-noise", args.model_noise, 0, False)
+    link = profile.link_model()
+    if args.link_gb_per_s is not None:
+        if profile.kv is None:
+            raise UserError(
+                "--link-gb-per-s: the profile does not say how many bytes a token's "
+                "KV takes (kv.bytes_per_token)"
+            )
+        kv = profile.kv
+        from vllm_kairos.core.link import LinkModel
+
+        link = LinkModel(kv.bytes_per_token, args.link_gb_per_s * 1e9, kv.fixed_ms)
+    limits = NodeLimits(held_ms=args.ttft_slo_ms)
+    engine = profile.engine
+    if engine is not None:
+        limits = replace(
+            limits,
+            budget_tokens=engine.budget_tokens,
+            max_num_seqs=engine.max_num_seqs,
+            kv_tokens=engine.kv_tokens,
+            block_size=engine.block_size,
+        )
+    asked: dict[str, Any] = {
+        name: getattr(args, name)
+        for name in ("budget_tokens", "max_num_seqs", "kv_tokens")
+        if getattr(args, name) is not None
+    }
+    return ClusterSettings(
+        profile.step_model(),
+        link,
+        replace(limits, **asked),
+        args.prefill,
+        args.decode,
+        args.heartbeat_ms,
+        ModelError(args.model_bias, args.model_noise),
+    )
+
+
+def workload_of(
+    name: str, requests: int | None, cv: float | None, arrivals: str | None = None
+) -> WorkloadSpec:
+    """A workload by name or path; a trace is read once to find its errors."""
+    if requests is not None and requests < 1:
+        raise UserError(f"--requests {requests}: expected a whole number >= 1")
+    if cv is not None and not (math.isfinite(cv) and cv >= 0):
+        raise UserError(f"--cv {cv}: expected a number >= 0")
+    if arrivals == "poisson":
+        cv = 1.0
+    if name not in WORKLOADS and not os.path.exists(name):
+        raise UserError(
+            f"unknown workload {name!r}: not a file, and not one of "
+            f"{', '.join(WORKLOADS)}"
+        )
+    spec = WorkloadSpec(name, requests, cv)
+    if name not in WORKLOADS:
+        spec.rows(None, 0)
+    return spec
