@@ -138,7 +138,10 @@ def _write_weights(folder: Path) -> None:
         head_dim=64,
         max_position_embeddings=32768,
         rope_theta=500000.0,
-        tie_word_embeddings=True,
+        # Untied and wide, so that what comes next depends on the whole prompt:
+        # lost or misplaced KV shows in the tokens.
+        tie_word_embeddings=False,
+        initializer_range=0.06,
         bos_token_id=SPECIAL.index("<|bos|>"),
         eos_token_id=SPECIAL.index("<|eos|>"),
     )
