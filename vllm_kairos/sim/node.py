@@ -401,14 +401,14 @@ class Node:
         A prompt's last single token counts as a decode: it costs what a
         decode costs, and is how a request whose KV has arrived joins.
         """
-        load = StepLoad(0, self.decode_kv_tokens, 0)
-        joined_kv = 0
+        load = StepLoad()
         for request, tokens in self.scheduled:
             before = request.computed
             after = request.computed = before + tokens
             if request.phase == Phase.DECODE:
                 load.decodes += 1
                 load.decode_tokens += 1
+                load.decode_kv_tokens += before
                 self.decode_kv_tokens += 1
                 continue
             done = after == request.tokens
@@ -421,14 +421,13 @@ class Node:
             elif tokens == 1 and done:
                 load.decodes += 1
                 load.decode_tokens += 1
-                joined_kv += before
+                load.decode_kv_tokens += before
             else:
                 load.add_prefill(tokens, before)
             if done:
                 request.phase = Phase.DECODE
                 self.decodes += 1
                 self.decode_kv_tokens += after
-        load.decode_kv_tokens += joined_kv
         self.load = load
 
     def finish_step(self) -> tuple[list[EngineRequest], list[EngineRequest]]:
