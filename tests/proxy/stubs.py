@@ -184,7 +184,7 @@ class StubEngine:
         params = body.get("kv_transfer_params") or {}
         if not body.get("stream"):
             answer: dict[str, Any] = {
-                "id": request.headers["X-Request-Id"],
+                "id": request.headers.get("X-Request-Id"),
                 "usage": {"prompt_tokens": 7},
                 "from": self.address,
                 "kv_transfer_params": None,
