@@ -146,6 +146,7 @@ class Layer:
             ENV.format(preload=preload, bin=self.path / "bin")
         )
         self.state["ld_preload"] = preload
+        self.state["base"] = str(self.base)
         self.state["checkout"] = str(self.checkout)
         self.state["sdist"] = str(self.sdist)
 

@@ -294,10 +294,7 @@ class Comparison:
     def _start_proxies(self, model: Path, plan: Plan) -> None:
         prefills = [e.spec for e in self.engines[: self.options.prefill]]
         decodes = [e.spec for e in self._decodes]
-        script = Path(layer().get("source", "")) / PROXY_SCRIPT
-        start = (
-            [str(script)] if script.is_file() else ["-m", "vllm_kairos.cli", "proxy"]
-        )
+        start = proxy_command()
         for index, policy in enumerate(self.options.policies):
             port = self.options.port + index
             command = [sys.executable, *start, "--model", str(model)]
