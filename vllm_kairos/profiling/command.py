@@ -16,8 +16,10 @@ vllm-kairos profile --report P.json [--from-steps FILE...] [--output DIR]
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +55,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--name", help="name of the profile, default from --output")
     parser.add_argument("--hardware", help="what the engine runs on, default detected")
     parser.add_argument("--engine", help="engine to take where a step log has several")
-    parser.add_argument("--trace", help="requests to replay (Azure or Mooncake form)")
+    parser.add_argument(
+        "--report-address",
+        help="ZMQ address of the state reports of the engine at --url",
+    )
+    parser.add_argument("--trace", help="CSV of prompt and output lengths to replay")
+    parser.add_argument(
+        "--kv-dtype", default="auto", help="element type of the KV cache, e.g. float32"
+    )
+    parser.add_argument("--tensor-parallel-size", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0, help="seed of all that is drawn")
     parser.add_argument(
         "serve_args", nargs="*", metavar="-- ARG", help="arguments of vllm serve"
@@ -205,6 +215,50 @@ def _print_dropped(dropped: dict[str, int]) -> None:
 
 
 def _collect(args: argparse.Namespace) -> int:
-    from vllm_kairos.profiling.collect import collect
+    # Imported here: fitting and validating need no HTTP client.
+    from vllm_kairos.profiling.collect import Target, profile_engine
+    from vllm_kairos.profiling.serve import serving
+    from vllm_kairos.profiling.trace import read_lengths
 
-    return collect(args)
+    target = Target(
+        url=args.url or "",
+        step_log=args.step_log or "",
+        output=args.output,
+        budget_s=parse_budget_s(args.budget),
+        name=args.name,
+        model=args.model,
+        hardware=args.hardware,
+        report_address=args.report_address,
+        kv_dtype=args.kv_dtype,
+        tensor_parallel=args.tensor_parallel_size,
+        seed=args.seed,
+        lengths=read_lengths(args.trace) if args.trace else (),
+    )
+
+    async def measure() -> Profile:
+        if args.url:
+            return await profile_engine(target)
+        output = Path(args.output)
+        step_log = output.with_suffix(".engine-steps.csv")
+        print("starting the engine", file=sys.stderr)
+        async with serving(
+            args.model, args.serve_args, step_log, output.with_suffix(".engine.log")
+        ) as started:
+            target.url = started.url
+            target.step_log = started.step_log
+            target.report_address = started.report_address
+            profile = await profile_engine(target)
+        step_log.unlink(missing_ok=True)
+        return profile
+
+    profile = asyncio.run(measure())
+    print_fit(profile)
+    held_out = profile.provenance.get("held_out_trace")
+    if isinstance(held_out, dict):
+        print("held-out trace, not fitted:")
+        for phase in PHASES:
+            print(f"  {error_line(phase, held_out[phase])}")
+    print(f"wrote {args.output}")
+    if args.json:
+        print(json.dumps(held_out or {p: getattr(profile, p).error for p in PHASES}))
+    return 0
