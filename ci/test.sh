@@ -13,4 +13,5 @@ export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 "$bin/ruff" check .
 "$bin/ruff" format --check .
 "$bin/mypy"
+MYPYPATH=examples "$bin/mypy" -p quickstart
 exec "$python" -m pytest "$@"

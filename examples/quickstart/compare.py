@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import make_tiny_model
 from tqdm import tqdm
 
+import make_tiny_model
 from quickstart import report
 from quickstart.engines import START_TIMEOUT_S, Engine, EngineSpec, core_for
 from quickstart.load import Prompts, Record, replay
