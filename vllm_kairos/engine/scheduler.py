@@ -82,12 +82,12 @@ class KairosMixin(Scheduler):
         if settings.step_log:
             self._step_log = StepLog(settings.step_log, self._engine_id)
         self._take_snapshot()
-        self._heartbeat = Heartbeat(
-            _report_address(settings, self.vllm_config),
-            settings.heartbeat_ms,
-            self._report,
-            self._flush_records,
-        )
+        self._heartbeat: Heartbeat | None = None
+        address = _report_address(settings, self.vllm_config)
+        if address or self._step_log is not None:
+            self._heartbeat = Heartbeat(
+                address, settings.heartbeat_ms, self._report, self._flush_records
+            )
 
     # ------------------------------------------------------------ requests
 
@@ -176,10 +176,15 @@ class KairosMixin(Scheduler):
         request_id = request.request_id
         phases = self._phases
         held = phases.deflected.get(request_id)
-        if held is None and (request_id in phases.decoding or tokens <= 1):
-            return tokens
         load = self._load
         assert load is not None
+        if held is None:
+            if request_id in phases.decoding or request_id in phases.awaiting_kv:
+                return tokens  # Counted when the step began.
+            if tokens <= 1:
+                load.decodes += 1
+                load.decode_tokens += 1
+                return tokens
         granted = self._rule.chunk(
             load, computed, tokens, held.tracker if held else None
         )
@@ -332,7 +337,8 @@ class KairosMixin(Scheduler):
         self._step_log.write(batch)
 
     def shutdown(self) -> None:
-        self._heartbeat.close()
+        if self._heartbeat is not None:
+            self._heartbeat.close()
         self._flush_records()
         if self._step_log is not None:
             self._step_log.close()
