@@ -220,4 +220,4 @@ def test_the_random_workloads_preempt_hold_back_and_deflect() -> None:
     twins = [run_twins(seed) for seed in range(20)]
     assert sum(t.preemptions > 0 for t in twins) >= 5
     assert sum(t.node.overrides > 0 for t in twins) >= 3
-    assert all(Remote.NONE == r.remote for t in twins for r in t.node.running)
+    assert all(r.remote == Remote.NONE for t in twins for r in t.node.running)

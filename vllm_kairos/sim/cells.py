@@ -110,7 +110,7 @@ def simulate(cell: Cell) -> list[Row]:
         policy = cell.policy.make(cell.settings)
     except ValueError as error:
         raise UserError(f"policy {cell.policy.label!r}: {error}") from error
-    users = Cluster(cluster, policy, cell.seed).run(trace)
+    users = Cluster(cluster, policy, trace, cell.seed).run()
     return [request_row(user) for user in users]
 
 

@@ -16,7 +16,13 @@ from typing import Any
 
 from vllm_kairos.core.chunk_rule import ChunkRule, PlannedRule, StepLoad
 from vllm_kairos.core.link import LinkModel
-from vllm_kairos.core.policies.base import Decoding, Move, NodePlan, Policy
+from vllm_kairos.core.policies.base import (
+    Decoding,
+    Move,
+    NodePlan,
+    PlanContext,
+    Policy,
+)
 from vllm_kairos.core.route import Route
 from vllm_kairos.core.step_model import StepModel
 from vllm_kairos.files import UserError
@@ -101,6 +107,7 @@ class Cluster:
     Args:
         settings: The cluster.
         policy: Decides; one object a run, it has state.
+        rows: The workload, sorted by arrival.
         seed: Of the model error.
 
     Attributes:
@@ -110,7 +117,13 @@ class Cluster:
         on_step: Called after every step with node, load and its time, if set.
     """
 
-    def __init__(self, settings: ClusterSettings, policy: Policy, seed: int = 0):
+    def __init__(
+        self,
+        settings: ClusterSettings,
+        policy: Policy,
+        rows: Sequence[TraceRow],
+        seed: int = 0,
+    ):
         self.settings = settings
         self.policy = policy
         self.now_ms = 0.0
@@ -121,7 +134,8 @@ class Cluster:
         self._number = 0
         self._open = 0
         self._held: dict[tuple[UserRequest, str], tuple[SimNode, EngineRequest]] = {}
-        plans = policy.plan(settings.prefill_nodes, settings.decode_nodes)
+        self._rows = rows
+        plans = policy.plan(self._context())
         self.nodes: dict[str, SimNode] = {}
         for place, plan in enumerate(plans):
             self.nodes[plan.name] = self._make_node(plan, f"{seed}/{place}")
@@ -130,6 +144,18 @@ class Cluster:
         make = settings.dispatcher or EagerDispatcher
         self.dispatcher = make(self, policy)
         self._moves = type(policy).moves is not Policy.moves
+
+    def _context(self) -> PlanContext:
+        rows = self._rows
+        span_s = rows[-1].arrived_at_s if rows else 0.0
+        return PlanContext(
+            self.settings.prefill_nodes,
+            self.settings.decode_nodes,
+            self.settings.model,
+            self.settings.limits.budget_tokens,
+            [(row.prompt_tokens, row.output_tokens) for row in rows],
+            len(rows) / span_s if span_s > 0 else None,
+        )
 
     def _make_node(self, plan: NodePlan, seed: str) -> SimNode:
         limits = self.settings.limits
@@ -149,15 +175,13 @@ class Cluster:
         self._number += 1
         heapq.heappush(self._events, (time_ms, self._number, call, argument))
 
-    def run(self, rows: Sequence[TraceRow]) -> list[UserRequest]:
-        """Serve a workload to its end.
-
-        Args:
-            rows: Sorted by arrival.
+    def run(self) -> list[UserRequest]:
+        """Serve the workload to its end.
 
         Raises:
             UserError: A request does not fit a node's KV cache.
         """
+        rows = self._rows
         limits = self.settings.limits
         most = limits.kv_tokens // limits.block_size * limits.block_size
         for index, row in enumerate(rows):
@@ -247,9 +271,8 @@ class Cluster:
             load.prefill_kv_tokens,
             load.prefills or 1,
         )
-        plan = node.plan
-        scale = plan.prefill_scale if load.prefill_tokens else plan.decode_scale
-        predicted *= scale
+        if node.plan.group is not None:
+            predicted *= self._shared_gpu_scale(node)
         error = self.settings.error
         true_ms = predicted * (1.0 + error.bias)
         if node.noise is not None:
@@ -265,6 +288,18 @@ class Cluster:
         heapq.heappush(
             self._events, (node.step_end_ms, self._number, self._end_step, node)
         )
+
+    def _shared_gpu_scale(self, node: SimNode) -> float:
+        """How much longer a step takes while the GPU is shared right now."""
+        plan = node.plan
+        for other in self.nodes.values():
+            if other is not node and other.plan.group == plan.group and other.busy:
+                return (
+                    plan.prefill_scale
+                    if node.load.prefill_tokens
+                    else plan.decode_scale
+                )
+        return 1.0
 
     def _note_starts(self, node: SimNode, now: float) -> None:
         for request, _ in node.scheduled:

@@ -15,6 +15,7 @@ from typing import ClassVar, Literal, TypeVar
 from vllm_kairos.core.fleet import Fleet, NodeState, Request
 from vllm_kairos.core.route import Route
 from vllm_kairos.core.settings import Settings
+from vllm_kairos.core.step_model import StepModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +32,9 @@ class NodePlan:
             cluster's.
         group: Nodes of one group share a GPU: KV moves between them for
             nothing.
-        prefill_scale: Factor on the time of steps that prefill.
-        decode_scale: Factor on the time of steps that only decode.
+        prefill_scale: Factor on the time of steps that prefill while another
+            node of the group is busy.
+        decode_scale: The same for steps that only decode.
     """
 
     name: str
@@ -43,6 +45,43 @@ class NodePlan:
     group: str | None = None
     prefill_scale: float = 1.0
     decode_scale: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class PlanContext:
+    """What a policy that plans its nodes may know.
+
+    Attributes:
+        prefill_nodes: ``N_p`` asked for.
+        decode_nodes: ``N_d`` asked for.
+        model: Step model of a node.
+        budget_tokens: Of a step, before the plan.
+        lengths: ``(prompt, output)`` tokens of the workload.
+        rate_rps: Its mean rate; `None` where unknown.
+    """
+
+    prefill_nodes: int
+    decode_nodes: int
+    model: StepModel
+    budget_tokens: int = 8192
+    lengths: Sequence[tuple[int, int]] = ()
+    rate_rps: float | None = None
+
+
+def split(
+    prefill_nodes: int,
+    decode_nodes: int,
+    prefill_budget_tokens: int | None = None,
+    decode_budget_tokens: int | None = None,
+) -> list[NodePlan]:
+    """A P/D split: nodes ``p0`` to prefill and ``d0`` to decode."""
+    return [
+        NodePlan(f"p{i}", True, False, True, prefill_budget_tokens)
+        for i in range(prefill_nodes)
+    ] + [
+        NodePlan(f"d{i}", False, True, False, decode_budget_tokens)
+        for i in range(decode_nodes)
+    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,15 +155,9 @@ class Policy(abc.ABC):
         hold at least one node.
         """
 
-    def plan(self, prefill_nodes: int, decode_nodes: int) -> list[NodePlan]:
+    def plan(self, context: PlanContext) -> list[NodePlan]:
         """How the simulator sets up the nodes: a P/D split, by default."""
-        return [
-            NodePlan(f"p{i}", prefills=True, decodes=False, prefill_pool=True)
-            for i in range(prefill_nodes)
-        ] + [
-            NodePlan(f"d{i}", prefills=False, decodes=True, prefill_pool=False)
-            for i in range(decode_nodes)
-        ]
+        return split(context.prefill_nodes, context.decode_nodes)
 
     def moves(
         self, node: str, decodes: Sequence[Decoding], fleet: Fleet
