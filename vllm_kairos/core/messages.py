@@ -9,7 +9,7 @@ here and nowhere else.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -22,6 +22,9 @@ TICKET_KEY = "kairos_ticket"
 REPORT_VERSION = 1
 #: ZMQ topic of state reports.
 REPORT_TOPIC = b"kairos-state"
+
+#: What a reader may divide by.
+_Positive = Annotated[int, msgspec.Meta(ge=1)]
 
 _MOST_CHUNKS = 65_536
 _MOST_TICKET_CHARS = 128
@@ -71,7 +74,7 @@ def parse_schedule(params: object) -> ChunkSchedule | None:
         raise ValueError(f"schedule is a {type(raw).__name__}, expected an object")
     version = raw.get("v")
     if type(version) is not int or version != SCHEDULE_VERSION:
-        raise ValueError(f"version is {version!r:.40}, expected {SCHEDULE_VERSION}")
+        raise ValueError(f"version is {_show(version)}, expected {SCHEDULE_VERSION}")
     ticket = raw.get("ticket")
     if not isinstance(ticket, str) or not 0 < len(ticket) <= _MOST_TICKET_CHARS:
         raise ValueError(
@@ -82,8 +85,19 @@ def parse_schedule(params: object) -> ChunkSchedule | None:
         raise ValueError(f"chunks is not a list of 1 to {_MOST_CHUNKS} integers")
     for chunk in chunks:
         if type(chunk) is not int or chunk < 1:
-            raise ValueError(f"chunk is {chunk!r:.40}, expected an integer >= 1")
+            raise ValueError(f"chunk is {_show(chunk)}, expected an integer >= 1")
     return ChunkSchedule(ticket, tuple(chunks))
+
+
+def _show(value: object) -> str:
+    """A short form of any value: `repr` may recurse too deep or refuse."""
+    if isinstance(value, str):
+        return repr(value[:40])
+    if value is None or isinstance(value, (bool, float)):
+        return repr(value)
+    if isinstance(value, int) and abs(value) < 1 << 63:
+        return repr(value)
+    return f"of type {type(value).__name__}"
 
 
 def ticket_of(params: object) -> str | None:
@@ -164,9 +178,9 @@ class StateReport(msgspec.Struct, frozen=True, kw_only=True):
     awaiting_kv_tokens: int
     free_kv_blocks: int
     total_kv_blocks: int
-    block_size: int
-    budget_tokens: int
-    max_num_seqs: int
+    block_size: _Positive
+    budget_tokens: _Positive
+    max_num_seqs: _Positive
     admitted: list[str]
     steps: list[tuple[float, float]]
     malformed_schedules: int = 0
@@ -195,7 +209,7 @@ def decode_report(data: bytes) -> StateReport:
     """
     try:
         report = _decoder.decode(data)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"state report: {error}") from error
     if report.v != REPORT_VERSION:
         raise ValueError(f"state report version {report.v}, expected {REPORT_VERSION}")

@@ -16,7 +16,7 @@ from vllm.v1.request import Request
 
 from vllm_kairos.core.chunk_rule import StepLoad
 from vllm_kairos.core.chunk_tracker import ChunkTracker
-from vllm_kairos.core.messages import MOST_ADMITTED, ChunkSchedule
+from vllm_kairos.core.messages import MOST_ADMITTED, ChunkSchedule, ticket_of
 
 
 @dataclass(slots=True)
@@ -71,8 +71,9 @@ class RequestPhases:
             self.deflected[request_id] = self._schedules[request_id] = held
         else:
             self.waiting[request_id] = request
-        if schedule is not None:
-            self.admitted.append(schedule.ticket)
+        ticket = ticket_of(params)
+        if ticket is not None:
+            self.admitted.append(ticket)
 
     def remove(self, request: Request) -> None:
         """A request has finished, by whatever cause."""

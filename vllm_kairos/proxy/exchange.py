@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from vllm_kairos.proxy.body import Body, error_body
-from vllm_kairos.proxy.forward import upstream_headers
+from vllm_kairos.proxy.forward import Reply, upstream_headers
 from vllm_kairos.proxy.handlers import Dispatcher, Job, NoNode
 from vllm_kairos.proxy.service import Service
 
@@ -93,12 +93,9 @@ class Exchange(Response):
             arrived_s,
             await self._dispatcher.measure(body),
         )
+        reply: Reply | None = None
         try:
             reply = await self._dispatcher.dispatch(job)
-        except NoNode as error:
-            await self._refuse(send, ended, 502, str(error), "Bad Gateway", job.label)
-            return
-        try:
             metrics.answered(job.label, reply.status)
             if body.stream and reply.status == 200:
                 metrics.first_byte(
@@ -107,6 +104,8 @@ class Exchange(Response):
             route = [(b"x-kairos-route", job.label.encode())]
             if not await reply.relay(send, route, ended):
                 self._dispatcher.broke_off(reply)
+        except NoNode as error:
+            await self._refuse(send, ended, 502, str(error), "Bad Gateway", job.label)
         finally:
             self._dispatcher.finish(job, reply)
 

@@ -88,16 +88,21 @@ class Node:
         if report is not None:
             state.budget_tokens = report.budget_tokens
             state.max_num_seqs = report.max_num_seqs
-            state.decodes = report.decodes
-            state.decode_kv_tokens = report.decode_kv_tokens
-            state.awaiting_kv = report.awaiting_kv
-            state.awaiting_kv_tokens = report.awaiting_kv_tokens
+            # An engine that looks ahead may count a little below zero.
+            state.decodes = max(0, report.decodes)
+            state.decode_kv_tokens = max(0, report.decode_kv_tokens)
+            state.awaiting_kv = max(0, report.awaiting_kv)
+            state.awaiting_kv_tokens = max(0, report.awaiting_kv_tokens)
             state.free_kv_tokens = report.free_kv_blocks * report.block_size
-            prefills += [PrefillWork(left, done) for left, done in report.prefills]
+            prefills += [
+                PrefillWork(left, max(0, done))
+                for left, done in report.prefills
+                if left > 0
+            ]
             if report.more_prefill_tokens > 0:
                 prefills.append(PrefillWork(report.more_prefill_tokens))
             deflected += [
-                PrefillWork(d.tokens, d.computed)
+                PrefillWork(d.tokens, max(0, d.computed))
                 for d in report.deflected
                 if d.tokens > 0
             ]

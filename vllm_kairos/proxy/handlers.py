@@ -55,6 +55,7 @@ class Job:
         length: Length of its prompts.
         label: Path it took.
         predicted_ms: TTFT the decision predicts for that path.
+        route: What the policy decided, if it was asked.
     """
 
     body: Body
@@ -64,6 +65,7 @@ class Job:
     length: Length
     label: str = "kept"
     predicted_ms: float | None = None
+    route: Route | None = None
 
     def request(self) -> Request:
         """The request as a policy sees it."""
@@ -113,7 +115,7 @@ class Dispatcher:
                 state = self._prefill_node(job, fleet)
                 return await self._prefill_only(job, self._service.fleet[state.node])
             return await self._alone(job, "whole", self._decode_node(job, fleet))
-        route = self._route(job, fleet)
+        route = job.route = self._route(job, fleet)
         if route.deflected:
             job.label = "deflected"
             job.predicted_ms = route.estimates.ttft_decode_ms
@@ -297,10 +299,13 @@ class Dispatcher:
         node.ledger.decoding(job.ticket)
         return reply
 
-    def finish(self, job: Job, reply: Reply) -> None:
-        """The answer has ended, whichever way."""
-        reply.close()
-        reply.node.ledger.close(job.ticket)
+    def finish(self, job: Job, reply: Reply | None) -> None:
+        """The request is over, whichever way."""
+        if reply is not None:
+            reply.close()
+            reply.node.ledger.close(job.ticket)
+        if job.route is not None:
+            self._policy.finished(job.request(), job.route)
 
     def broke_off(self, reply: Reply) -> None:
         """A node died in the middle of its answer."""

@@ -47,6 +47,7 @@ class StateSubscriber:
         self._tasks.append(task)
 
     async def _receive(self, socket: zmq.asyncio.Socket, node: Node) -> None:
+        readable = True
         try:
             while True:
                 frames = await socket.recv_multipart()
@@ -54,8 +55,11 @@ class StateSubscriber:
                     report = decode_report(frames[-1])
                 except ValueError as error:
                     self._metrics.reports("unreadable")
-                    logger.warning("State of %s: %s", node.address, error)
+                    if readable:
+                        logger.warning("State of %s: %s", node.address, error)
+                    readable = False
                     continue
+                readable = True
                 taken = node.observe(report, time.monotonic())
                 self._metrics.reports("taken" if taken else "old")
         finally:
