@@ -8,21 +8,16 @@ One replay in three is held out of the fit: the profile is validated on it.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import os
-import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import zmq
-import zmq.asyncio
-from tqdm import tqdm
 
-from vllm_kairos.core.messages import REPORT_TOPIC, StateReport, decode_report
+from vllm_kairos.core.messages import StateReport
 from vllm_kairos.core.profile import EngineLimits, KvLink, Profile
 from vllm_kairos.files import UserError, save_profile
 from vllm_kairos.profiling import plan
@@ -32,8 +27,11 @@ from vllm_kairos.profiling.drive import run_alone, run_grid, run_replay
 from vllm_kairos.profiling.fit import fit_steps
 from vllm_kairos.profiling.hardware import describe_hardware
 from vllm_kairos.profiling.kv import describe_kv
+from vllm_kairos.profiling.progress import Progress
+from vllm_kairos.profiling.reports import read_report
 from vllm_kairos.profiling.session import LogTail, Session
 from vllm_kairos.profiling.steps import read_steps
+from vllm_kairos.profiling.transfers import measure_link
 
 #: Shares of the budget after which the next kind of cell begins.
 _ALONE_UNTIL = 0.15
@@ -42,6 +40,7 @@ _GRID_UNTIL = 0.6
 _MOST_ROUNDS = 3
 #: Every third replay is held out of the fit.
 _HELD_OUT = "held-out"
+_SHORTEST_REPLAY_S = 2.0
 #: The engine writes its log every heartbeat; wait for at least two.
 _FLUSH_S = 0.3
 _FIRST_ROWS_S = 5.0
@@ -67,6 +66,8 @@ class Target:
         tensor_parallel: GPUs the engine is spread over.
         seed: Of all that is drawn.
         lengths: ``(prompt, output)`` tokens of a trace to replay.
+        prefill_url: A prefill engine whose KV transfers to this one are
+            measured too.
         quiet: Show no progress.
     """
 
@@ -82,8 +83,8 @@ class Target:
     tensor_parallel: int = 1
     seed: int = 0
     lengths: Sequence[tuple[int, int]] = ()
+    prefill_url: str | None = None
     quiet: bool = False
-    link: KvLink | None = field(default=None)
 
 
 def profile_running_engine(
@@ -95,6 +96,7 @@ def profile_running_engine(
     report_address: str | None = None,
     name: str | None = None,
     kv_dtype: str = "auto",
+    prefill_url: str | None = None,
     seed: int = 0,
     quiet: bool = False,
 ) -> Profile:
@@ -108,6 +110,8 @@ def profile_running_engine(
         report_address: Where it publishes state reports, if known.
         name: Name of the profile, by default from `output`.
         kv_dtype: Element type of the KV cache, ``auto`` for the model's.
+        prefill_url: A prefill engine whose KV transfers to this one are
+            measured too.
         seed: Of all that is drawn.
         quiet: Show no progress.
 
@@ -126,6 +130,7 @@ def profile_running_engine(
         report_address=report_address,
         name=name,
         kv_dtype=kv_dtype,
+        prefill_url=prefill_url,
         seed=seed,
         quiet=quiet,
     )
@@ -144,17 +149,33 @@ async def profile_engine(target: Target) -> Profile:
             target.output, {"model": served.model, "seed": target.seed, "v": 1}
         )
         run = _Run(target, client, bounds, session)
-        with _Progress(target, session) as progress:
+        with Progress(target.budget_s, session, target.quiet) as progress:
             run.progress = progress
             await run.everything()
-    profile = _finish(target, served, report, session)
+    kv, kv_note = describe_kv(served.root, target.kv_dtype, target.tensor_parallel)
+    if target.prefill_url:
+        kv = await _with_link(target, target.prefill_url, kv, kv_note)
+    profile = _finish(target, served, report, session, kv, kv_note)
     save_profile(target.output, profile)
     session.close()
     return profile
 
 
+async def _with_link(
+    target: Target, prefill_url: str, kv: KvLink | None, note: str
+) -> KvLink:
+    if kv is None:
+        raise UserError(f"--prefill-url: KV bytes of a token are not known: {note}")
+    return await measure_link(prefill_url, target.url, kv.bytes_per_token, target.seed)
+
+
 def _finish(
-    target: Target, served: Served, report: StateReport | None, session: Session
+    target: Target,
+    served: Served,
+    report: StateReport | None,
+    session: Session,
+    kv: KvLink | None,
+    kv_note: str,
 ) -> Profile:
     """Fit what was measured, validate on what was held out."""
     steps = read_steps([session.steps_path])
@@ -168,9 +189,6 @@ def _finish(
             kv_tokens=report.total_kv_blocks * report.block_size,
             block_size=report.block_size,
         )
-    kv, kv_note = describe_kv(served.root, target.kv_dtype, target.tensor_parallel)
-    if target.link is not None and kv is not None:
-        kv = KvLink(kv.bytes_per_token, target.link.bytes_per_s, target.link.fixed_ms)
     provenance: dict[str, object] = {
         "budget_s": round(target.budget_s),
         "measured_s": round(session.spent_s),
@@ -215,7 +233,7 @@ class _Run:
         self.client = client
         self.bounds = bounds
         self.session = session
-        self.progress: _Progress | None = None
+        self.progress: Progress | None = None
         self._tail = LogTail(target.step_log)
         self._prefill_tokens = 0.0
         self._prefill_ms = 0.0
@@ -330,10 +348,15 @@ class _Run:
             # Too short for all loads twice: one for the fit, one held out.
             sessions = [(plan.LOADS[1], 1, "replay"), (plan.LOADS[1], 1, _HELD_OUT)]
         prompt, output, full_rate = self._replay_shape()
+        ran: set[str] = set()
         for i, (load, number, segment) in enumerate(sessions):
             duration = (self.target.budget_s - self._spent_s()) / (len(sessions) - i)
-            if duration < 1.0:
-                return
+            if duration < _SHORTEST_REPLAY_S:
+                if segment in ran:
+                    return
+                # However short the time: a profile is never left untested.
+                duration = _SHORTEST_REPLAY_S
+            ran.add(segment)
             name = f"{segment}-{load:g}#{number}.{i}"
             requests = plan.arrivals(
                 load * full_rate,
@@ -362,62 +385,3 @@ class _Run:
             mean_prompt, mean_output = np.mean(self.target.lengths, axis=0)
         seconds = mean_prompt / speed + mean_output * decode_s / 8.0
         return prompt, output, 1.0 / float(seconds)
-
-
-class _Progress(contextlib.AbstractContextManager["_Progress"]):
-    """A bar over the time budget, with the time left."""
-
-    def __init__(self, target: Target, session: Session):
-        self._quiet = target.quiet
-        self._budget_s = target.budget_s
-        self._started = time.monotonic() - session.spent_s
-        self._bar = tqdm(
-            total=round(target.budget_s),
-            desc="profiling",
-            unit="s",
-            file=sys.stderr,
-            disable=True if target.quiet else None,
-            bar_format="{desc} {percentage:3.0f}%|{bar}| {elapsed}<{remaining} "
-            "{postfix}",
-        )
-        if session.resumed and not target.quiet:
-            print(
-                f"resuming after {len(session.done)} cells, "
-                f"{session.spent_s:.0f} s measured",
-                file=sys.stderr,
-            )
-
-    def say(self, what: str) -> None:
-        """Name what runs now."""
-        spent = min(time.monotonic() - self._started, self._budget_s)
-        self._bar.n = round(spent)
-        self._bar.set_postfix_str(what)
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.close()
-
-
-async def read_report(
-    address: str | None, timeout_s: float = 3.0
-) -> StateReport | None:
-    """The next state report published at an address, `None` if there is none."""
-    if not address:
-        return None
-    context = zmq.asyncio.Context()
-    socket = context.socket(zmq.SUB)
-    try:
-        socket.setsockopt(zmq.LINGER, 0)
-        socket.subscribe(REPORT_TOPIC)
-        socket.connect(address)
-        frames = await asyncio.wait_for(socket.recv_multipart(), timeout_s)
-        return decode_report(frames[-1])
-    except (asyncio.TimeoutError, ValueError):
-        return None
-    except zmq.ZMQError as error:
-        raise UserError(
-            f"--report-address is {address!r}, expected e.g. "
-            f"tcp://127.0.0.1:15600 ({error})"
-        ) from error
-    finally:
-        socket.close()
-        context.term()

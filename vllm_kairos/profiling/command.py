@@ -59,6 +59,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--report-address",
         help="ZMQ address of the state reports of the engine at --url",
     )
+    parser.add_argument(
+        "--prefill-url", help="prefill engine whose KV transfers to --url are measured"
+    )
     parser.add_argument("--trace", help="CSV of prompt and output lengths to replay")
     parser.add_argument(
         "--kv-dtype", default="auto", help="element type of the KV cache, e.g. float32"
@@ -121,9 +124,15 @@ def _check_flags(args: argparse.Namespace) -> None:
             "--url needs --step-log, the file the engine was told to log steps to "
             '(--additional-config \'{"kairos": {"step_log": "FILE"}}\')'
         )
+    if args.prefill_url and not args.url:
+        raise UserError("--prefill-url needs --url, the engine that fetches the KV")
     if args.serve_args and (args.url or args.from_steps):
         raise UserError("arguments after -- are for vllm serve, expected --model only")
     parse_budget_s(args.budget)
+    if args.tensor_parallel_size < 1:
+        raise UserError(
+            f"--tensor-parallel-size is {args.tensor_parallel_size}, expected >= 1"
+        )
 
 
 def _report(args: argparse.Namespace) -> int:
@@ -230,6 +239,7 @@ def _collect(args: argparse.Namespace) -> int:
         hardware=args.hardware,
         report_address=args.report_address,
         kv_dtype=args.kv_dtype,
+        prefill_url=args.prefill_url,
         tensor_parallel=args.tensor_parallel_size,
         seed=args.seed,
         lengths=read_lengths(args.trace) if args.trace else (),

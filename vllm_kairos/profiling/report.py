@@ -138,10 +138,10 @@ def measured_added_ms(
     for k, p, ms in zip(
         part.decode_kv_tokens, part.prefill_kv_tokens, part.latency_ms, strict=True
     ):
-        index = p / chunk
-        if abs(index - round(index)) < 0.02 and round(index) < FIGURE_1_INDICES:
+        index, rest = divmod(int(p), chunk)
+        if rest == 0 and index < FIGURE_1_INDICES:
             base = model.step_ms(decodes, float(k))
-            points.append((round(index), float(ms) - base))
+            points.append((index, float(ms) - base))
     return points
 
 
@@ -250,7 +250,7 @@ def _draw_figure_1(profile: Profile, steps: Steps | None, path: Path) -> Path:
         axis.set_title(f"B {decodes}, K {kv:.0f}")
         axis.set_xlabel("chunk index")
         axis.set_ylabel("added to the step, ms")
-        axis.legend(fontsize=7)
+        axis.legend(fontsize=7, loc="upper left")
     drawn = "lines predicted, dots measured" if steps is not None else "predicted"
     figure.suptitle(f"{profile.name}: step latency added by a chunk ({drawn})")
     figure.savefig(path, dpi=110)

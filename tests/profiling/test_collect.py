@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import asyncio
+import json
+
+import numpy as np
+import pytest
+
+from tests.profiling.stub_engine import StubEngine
+from tests.profiling.synthetic import TRUTH, synthetic_steps
+from vllm_kairos.files import UserError, load_profile
+from vllm_kairos.profiling import collect
+from vllm_kairos.profiling.collect import Target, profile_engine
+from vllm_kairos.profiling.errors import predict
+from vllm_kairos.profiling.session import LogTail, Session
+from vllm_kairos.profiling.steps import read_steps
+
+
+def _target(engine: StubEngine, tmp_path, budget_s: float = 9.0) -> Target:
+    return Target(
+        engine.url,
+        engine.step_log,
+        tmp_path / "out" / "stub.json",
+        budget_s,
+        hardware="stub",
+        quiet=True,
+    )
+
+
+async def test_an_engine_is_measured_fitted_and_validated_within_its_budget(tmp_path):
+    async with StubEngine(tmp_path / "log.csv", noise=0.02) as engine:
+        started = asyncio.get_running_loop().time()
+        profile = await profile_engine(_target(engine, tmp_path))
+        took_s = asyncio.get_running_loop().time() - started
+        assert not engine.requests  # Nothing is left running.
+    assert took_s < 16.0
+    assert load_profile(tmp_path / "out" / "stub.json") == profile
+    assert (profile.model, profile.engine_version) == ("stub", "0.18.1")
+    held_out = profile.provenance["held_out_trace"]
+    assert held_out["decode"]["count"] > 20
+    assert held_out["decode"]["mape_percent"] < 4.0
+    other = synthetic_steps(seed=4).take(np.arange(200))
+    mixed = other.take(other.is_mixed & (other.prefill_tokens <= 1000))
+    wrong = predict(profile.step_model(), mixed) / predict(TRUTH, mixed) - 1
+    assert np.abs(wrong).mean() < 0.05
+    # The raw steps stay for the report, the session is over.
+    names = sorted(path.name for path in (tmp_path / "out").iterdir())
+    assert names == ["stub.json", "stub.steps.csv"]
+    steps = read_steps([tmp_path / "out" / "stub.steps.csv"])
+    # The grid ran chunks exactly: B decodes with chi - B prefill tokens.
+    total = (steps.decodes + steps.prefill_tokens)[
+        steps.is_mixed & (steps.prefills == 1)
+    ]
+    assert {64, 128}.issubset(total.tolist())
+
+
+async def test_a_run_that_was_broken_off_resumes_where_it_stopped(
+    tmp_path, monkeypatch
+):
+    async with StubEngine(tmp_path / "log.csv") as engine:
+        ran: list[str] = []
+        whole = collect._Run._cell
+
+        async def breaking(self, name, segment, work):
+            if len(ran) == 6:
+                raise KeyboardInterrupt
+            if name not in self.session.done:
+                ran.append(name)
+            await whole(self, name, segment, work)
+
+        monkeypatch.setattr(collect._Run, "_cell", breaking)
+        with pytest.raises(KeyboardInterrupt):
+            await profile_engine(_target(engine, tmp_path))
+        progress = json.loads((tmp_path / "out" / "stub.progress.json").read_text())
+        assert progress["done"] == ran
+        assert not (tmp_path / "out" / "stub.json").exists()
+        first = list(ran)
+        ran.clear()
+        ran_limit_off = ["x"]  # Past the limit of six: never equal again.
+
+        async def counting(self, name, segment, work):
+            if name not in self.session.done:
+                ran_limit_off.append(name)
+            await whole(self, name, segment, work)
+
+        monkeypatch.setattr(collect._Run, "_cell", counting)
+        profile = await profile_engine(_target(engine, tmp_path))
+    assert not set(first) & set(ran_limit_off)
+    assert profile.provenance["cells"] == len(first) + len(ran_limit_off) - 1
+
+
+async def test_a_log_of_another_engine_is_noticed(tmp_path, monkeypatch):
+    monkeypatch.setattr(collect, "_FIRST_ROWS_S", 0.1)
+    async with StubEngine(tmp_path / "log.csv") as engine:
+        engine.logs = False
+        with pytest.raises(UserError, match=r"no step was added.*its own step log"):
+            await profile_engine(_target(engine, tmp_path))
+
+
+async def test_what_an_engine_refuses_is_told_in_one_line(tmp_path):
+    async with StubEngine(tmp_path / "log.csv") as engine:
+        engine.refuse = True
+        with pytest.raises(UserError, match=r"status 400.*not today") as caught:
+            await profile_engine(_target(engine, tmp_path))
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "out" / "stub.json").exists()
+
+
+async def test_nothing_at_the_url_is_told_in_one_line(tmp_path):
+    target = Target("http://127.0.0.1:9", tmp_path / "log.csv", tmp_path / "p.json", 9)
+    with pytest.raises(UserError, match=r"127\.0\.0\.1:9: does not answer"):
+        await profile_engine(target)
+
+
+def test_a_session_of_another_model_is_not_continued(tmp_path):
+    session = Session(tmp_path / "p.json", {"model": "a"})
+    session.finish_cell("x", "grid", [], 1.0)
+    with pytest.raises(UserError, match="remove it to start anew"):
+        Session(tmp_path / "p.json", {"model": "b"})
+
+
+def test_rows_of_a_cell_cut_off_are_not_kept_twice(tmp_path):
+    row = dict.fromkeys(("step", "time_s", "latency_ms"), "1")
+    session = Session(tmp_path / "p.json", {"model": "a"})
+    session.finish_cell("x", "grid", [row], 1.0)
+    with session.steps_path.open("a") as file:
+        file.write("profiled,2,half a r")
+    again = Session(tmp_path / "p.json", {"model": "a"})
+    assert again.done == ["x"]
+    assert again.segments() == ["grid"]
+
+
+def test_a_session_file_that_is_broken_is_named(tmp_path):
+    (tmp_path / "p.progress.json").write_text("{")
+    with pytest.raises(UserError, match=r"p\.progress\.json"):
+        Session(tmp_path / "p.json", {"model": "a"})
+
+
+def test_the_tail_gives_each_row_once_and_only_when_it_is_whole(tmp_path):
+    path = tmp_path / "log.csv"
+    header = (
+        "step,sum_prefill_tokens,num_prefill_requests,sum_prefill_kv_tokens,"
+        "num_decode_requests,sum_decode_kv_tokens,latency_ms\n"
+    )
+    path.write_text(header + "1,0,0,0,1,10,5.0\n")
+    tail = LogTail(path)
+    assert tail.new_rows() == []
+    with path.open("a") as file:
+        file.write("2,0,0,0,1,11,5.")
+    assert tail.new_rows() == []
+    with path.open("a") as file:
+        file.write("5\n")
+    assert [row["latency_ms"] for row in tail.new_rows()] == ["5.5"]
+    assert tail.new_rows() == []
