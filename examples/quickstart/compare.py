@@ -125,6 +125,7 @@ class Comparison:
                 f"--profile {options.profile} is of model {self.given.model!r}, "
                 f"expected one of {name!r}"
             )
+        self.profile_path = (options.profile or self.output / "profile.json").absolute()
         self.servers: list[Server] = []
         self.engines: list[Engine] = []
         self.proxies: dict[str, Server] = {}
@@ -148,10 +149,13 @@ class Comparison:
         """
         try:
             model = self._model()
-            self._start_engines(model)
-            profile = self._profile(model)
-            plan = self._plan(profile)
-            self._restart_decodes(model, plan)
+            if self.given is None:
+                self._start_engines(model)
+                plan = self._plan(self._profile(model))
+                self._restart_decodes(plan)
+            else:
+                plan = self._plan(self.given)
+                self._start_engines(model, plan)
             self._start_proxies(model, plan)
             self._warm_up(model)
             self._measure(model, plan)
@@ -209,24 +213,35 @@ class Comparison:
 
             def told(ready: int) -> None:
                 shown.update(ready - shown.n)
-                shown.refresh()
+                if sys.stderr.isatty():
+                    # Nothing has moved but the time.
+                    shown.refresh()
 
             wait_until_ready(servers, START_TIMEOUT_S, told)
 
-    def _start_engines(self, model: Path) -> None:
+    def _start_engines(self, model: Path, plan: Plan | None = None) -> None:
         count = self.options.prefill + self.options.decode
-        self.engines = [self._launch(self._spec(model, i)) for i in range(count)]
+        specs = [self._spec(model, index) for index in range(count)]
+        if plan is not None:
+            settings = self._settings(plan)
+            for index in range(self.options.prefill, count):
+                specs[index] = replace(specs[index], settings=settings)
+        self.engines = [self._launch(spec) for spec in specs]
         self._wait("Starting engines", self.engines)
+
+    def _settings(self, plan: Plan) -> dict[str, Any]:
+        """What a decode engine is told: its guard needs profile and SLOs."""
+        return {
+            "profile": str(self.profile_path),
+            "tau_ms": plan.limits.tau_ms,
+            "ttft_slo_ms": plan.limits.ttft_slo_ms,
+        }
 
     @property
     def _decodes(self) -> list[Engine]:
         return self.engines[self.options.prefill :]
 
     def _profile(self, model: Path) -> Profile:
-        self.profile_path = self.options.profile or self.output / "profile.json"
-        self.profile_path = self.profile_path.absolute()
-        if self.given is not None:
-            return self.given
         engine = self._decodes[0]
         log = self.logs / "profile.log"
         command = [sys.executable, "-m", "vllm_kairos.cli", "profile"]
@@ -275,19 +290,16 @@ class Comparison:
         )
         return Plan(rows, rate, limits)
 
-    def _restart_decodes(self, model: Path, plan: Plan) -> None:
-        """Decode engines read profile and SLOs when they start."""
+    def _restart_decodes(self, plan: Plan) -> None:
+        """Engines read their settings when they start."""
         old = self._decodes
         stop_all(old)
-        settings = {
-            "profile": str(self.profile_path),
-            "tau_ms": plan.limits.tau_ms,
-            "ttft_slo_ms": plan.limits.ttft_slo_ms,
-        }
         new = []
         for engine in old:
             self.servers.remove(engine)
-            new.append(self._launch(replace(engine.spec, settings=settings)))
+            new.append(
+                self._launch(replace(engine.spec, settings=self._settings(plan)))
+            )
         self.engines[self.options.prefill :] = new
         self._wait("Decode engines with profile", new)
 
