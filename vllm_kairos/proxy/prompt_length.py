@@ -156,7 +156,7 @@ class PromptCounter:
 
 
 def _length(counts: list[int], exact: bool) -> Length:
-    return Length(max(1, sum(counts)), max(1, *counts), exact)
+    return Length(max(1, sum(counts)), max([1, *counts]), exact)
 
 
 def _parts(body: Body) -> list[str | int]:
