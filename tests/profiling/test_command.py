@@ -93,6 +93,32 @@ def test_a_phase_without_steps_is_counted_as_none(fitted, tmp_path, capsys):
     }
 
 
+def test_steps_beyond_what_was_profiled_are_counted(fitted, tmp_path, capsys):
+    profile, _ = fitted
+    ranges = load_profile(profile).mixed.ranges
+    steps = synthetic_steps(seed=2)
+    rows = np.flatnonzero(steps.is_mixed)[:3]
+    steps.prefill_tokens[rows] = ranges["c"][1] + 1
+    log = write_steps(tmp_path / "far.csv", steps)
+    words = ["profile", "--validate", str(profile), "--from-steps", str(log), "--json"]
+    assert main(words) == 0
+    told = _last_json(capsys)["extrapolated"]["mixed"]
+    model = load_profile(profile).step_model()
+    mixed = steps.take(steps.is_mixed)
+    one_by_one = [
+        model.estimate(int(b), k, int(c), p, int(n)).extrapolated
+        for b, k, c, p, n in zip(
+            mixed.decodes,
+            mixed.decode_kv_tokens,
+            mixed.prefill_tokens,
+            mixed.prefill_kv_tokens,
+            mixed.prefills,
+            strict=True,
+        )
+    ]
+    assert told == sum(one_by_one) >= 3
+
+
 def test_a_report_has_tables_and_two_figures(fitted, tmp_path, capsys):
     profile, test = fitted
     for extra in ([], ["--from-steps", str(test)]):

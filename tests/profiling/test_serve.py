@@ -104,40 +104,38 @@ def test_the_step_recorder_costs_under_one_percent_of_a_step(tmp_path):
     assert best_us < 50.0, best_us
 
 
-def test_interrupting_the_command_leaves_no_process(tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_stopping_the_command_leaves_no_process_and_no_profile(tmp_path, number):
     process = subprocess.Popen(
         [
             sys.executable,
             "-c",
-            "import asyncio, sys\n"
-            "from pathlib import Path\n"
+            "import sys\n"
+            "from vllm_kairos.cli import main\n"
             "from vllm_kairos.profiling import serve\n"
             "sys.executable = sys.argv[1]\n"
             "serve._healthy = lambda _: False\n"
-            "async def go():\n"
-            "    async with serve.serving('m', [], Path(sys.argv[2]),"
-            " Path(sys.argv[3])):\n"
-            "        pass\n"
-            "asyncio.run(go())\n",
+            "sys.exit(main(['profile', '--model', 'm', '--output', sys.argv[2]]))\n",
             _sleeper(tmp_path),
-            str(tmp_path / "s.csv"),
-            str(tmp_path / "log"),
+            str(tmp_path / "out" / "p.json"),
         ],
         stderr=subprocess.DEVNULL,
     )
     pid_file = tmp_path / "pid"
-    for _ in range(200):
+    for _ in range(300):
         if pid_file.exists() and pid_file.read_text().strip():
             break
         time.sleep(0.1)
     engine = int(pid_file.read_text())
-    process.send_signal(signal.SIGINT)
-    process.wait(30)
+    assert _runs(engine)
+    process.send_signal(number)
+    assert process.wait(30) == 128 + number
     for _ in range(50):
         if not _runs(engine):
             break
         time.sleep(0.1)
     assert not _runs(engine)
+    assert [p.name for p in (tmp_path / "out").iterdir()] == ["p.engine.log"]
 
 
 def _sleeper(folder: Path) -> str:

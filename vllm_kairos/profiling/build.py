@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from vllm_kairos.core.profile import EngineLimits, KvLink, Profile
 from vllm_kairos.profiling import clean
@@ -92,13 +93,29 @@ def validate(profile: Profile, steps: Steps) -> dict[str, Any]:
         ``prefill``, ``decode``, ``mixed``: `ErrorSummary.as_dict`, with
         `None` for the errors of a phase without steps; ``dropped``: rows that
         are no measurement of their own work, by reason; ``all_rows``: the
-        same errors with the hidden rows counted in.
+        same errors with the hidden rows counted in; ``extrapolated``: steps
+        of each phase outside the ranges the profile has seen.
     """
     measured, dropped = clean.measured_where_it_happened(steps)
     result: dict[str, Any] = _phase_errors(profile, measured)
+    result["extrapolated"] = {
+        phase: int((measured.phase(phase) & _outside(profile, phase, measured)).sum())
+        for phase in PHASES
+    }
     result["dropped"] = dropped
     result["all_rows"] = _phase_errors(profile, steps)
     return result
+
+
+def _outside(profile: Profile, phase: str, steps: Steps) -> npt.NDArray[np.bool_]:
+    """Steps with a quantity outside the ranges of a phase's predictor."""
+    outside = np.zeros(len(steps), dtype=np.bool_)
+    letters = steps.letters()
+    for letter, (low, high) in getattr(profile, phase).ranges.items():
+        # A decode-only step has no chunk to be out of range.
+        if letter in letters and (phase != "decode" or letter in ("B", "K")):
+            outside |= (letters[letter] < low) | (letters[letter] > high)
+    return outside
 
 
 def _phase_errors(profile: Profile, steps: Steps) -> dict[str, Any]:

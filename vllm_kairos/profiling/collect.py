@@ -155,7 +155,12 @@ async def profile_engine(target: Target) -> Profile:
     kv, kv_note = describe_kv(served.root, target.kv_dtype, target.tensor_parallel)
     if target.prefill_url:
         kv = await _with_link(target, target.prefill_url, kv, kv_note)
-    profile = _finish(target, served, report, session, kv, kv_note)
+    try:
+        profile = _finish(target, served, report, session, kv, kv_note)
+    except UserError:
+        # All cells are done: resuming would meet the same steps again.
+        session.close()
+        raise
     save_profile(target.output, profile)
     session.close()
     return profile

@@ -19,6 +19,7 @@ import argparse
 import asyncio
 import json
 import re
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -167,6 +168,9 @@ def _validate(args: argparse.Namespace) -> int:
     for phase in PHASES:
         print(error_line(phase, result[phase]))
     _print_dropped(result["dropped"])
+    beyond = ", ".join(f"{n} {p}" for p, n in result["extrapolated"].items() if n)
+    if beyond:
+        print(f"outside the ranges profiled: {beyond}")
     if args.json:
         print(json.dumps(result))
     return 0
@@ -261,6 +265,8 @@ def _collect(args: argparse.Namespace) -> int:
         step_log.unlink(missing_ok=True)
         return profile
 
+    # Terminated like interrupted: the engine started here is stopped.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     profile = asyncio.run(measure())
     print_fit(profile)
     held_out = profile.provenance.get("held_out_trace")
