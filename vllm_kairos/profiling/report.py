@@ -205,10 +205,15 @@ def _draw_scatter(profile: Profile, steps: Steps | None, path: Path) -> Path:
 
 def _batches(profile: Profile, steps: Steps | None) -> list[int]:
     """Decode batch sizes to draw: those most measured, or across the range."""
-    if steps is not None and steps.is_mixed.any():
-        sizes, counts = np.unique(steps.decodes[steps.is_mixed], return_counts=True)
+    if steps is not None:
+        total = steps.decodes + steps.prefill_tokens
+        drawn = steps.is_mixed & (steps.prefills == 1) & np.isin(total, FIGURE_1_CHUNKS)
+        if not drawn.any():
+            drawn = steps.is_mixed
+        sizes, counts = np.unique(steps.decodes[drawn], return_counts=True)
         most = sizes[np.argsort(-counts, kind="stable")[:4]]
-        return sorted(int(size) for size in most)
+        if most.size:
+            return sorted(int(size) for size in most)
     low, high = profile.decode.ranges.get("B", (1.0, 32.0))
     return sorted({round(float(v)) for v in np.geomspace(max(low, 1), max(high, 1), 4)})
 
