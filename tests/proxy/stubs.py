@@ -160,7 +160,9 @@ class StubEngine:
             await self.die()
 
     async def _models(self, _: web.Request) -> web.Response:
-        return web.json_response({"object": "list", "data": [{"id": MODEL}]})
+        return web.json_response(
+            {"object": "list", "data": [{"id": MODEL, "max_model_len": 4096}]}
+        )
 
     async def _health(self, _: web.Request) -> web.Response:
         return web.Response()

@@ -192,6 +192,10 @@ UNSPLITTABLE = {
     "texts": {"prompt": ["a", "b"]},
     "token lists": {"prompt": [[1, 2], [3]]},
     "min_tokens": {"min_tokens": 9},
+    "limit as text": {"max_tokens": "9"},
+    "limit of no kind": {"min_tokens": [9]},
+    "limit as a float": {"min_tokens": 3.0},
+    "longer than the model takes": {"max_tokens": 4000},
 }
 
 
@@ -201,6 +205,7 @@ async def test_what_pd_cannot_carry_goes_whole_to_one_decode_node(
 ) -> None:
     c = cluster(policy="kairos", with_profile=True, with_state=True)
     await c.reports_arrived()
+    await until(lambda: c.proxy.kairos.service.max_model_len == 4096)
     sent = {**PROMPT, **UNSPLITTABLE[name]}
     async with client.post(f"{c.url}/v1/completions", json=sent) as answer:
         assert answer.headers["x-kairos-route"] == "whole"
@@ -325,3 +330,29 @@ async def test_a_node_can_be_added_with_the_admin_key(
         async with client.post(f"{c.url}/v1/completions", json=PROMPT) as answer:
             assert answer.status == 200
     assert len(engines[3].requests) == 1
+
+
+async def test_stream_options_without_a_stream_are_left_for_the_engine_to_refuse(
+    cluster: MakeCluster, client: aiohttp.ClientSession
+) -> None:
+    c = cluster()
+    body = {**PROMPT, "stream_options": {"include_usage": True}}
+    async with client.post(f"{c.url}/v1/completions", json=body) as answer:
+        assert answer.status == 200
+    assert c.prefill[0].bodies()[0]["stream_options"] == {"include_usage": True}
+
+
+async def test_a_body_only_python_reads_reaches_the_engine_as_it_was(
+    cluster: MakeCluster, client: aiohttp.ClientSession
+) -> None:
+    c = cluster()
+    raw = b'{"prompt": "\\ud800", "temperature": NaN, "seed": 1%s}' % (b"0" * 30)
+    headers = {"Content-Type": "application/json"}
+    async with client.post(
+        f"{c.url}/v1/completions", data=raw, headers=headers
+    ) as answer:
+        assert answer.status == 200
+    (body,) = c.decode[0].bodies()
+    assert body["prompt"] == "\ud800"
+    assert body["temperature"] != body["temperature"]
+    assert body["seed"] == 10**30

@@ -162,25 +162,13 @@ class KairosProxy:
         if address in known:
             return _detail(400, "Instance already exists.")
         await self.service.start()
-        served = await self.served_model(address)
-        if served is None or last_component(served) != last_component(settings.model):
+        card = await self.service.model_card(address) or {}
+        served = str(card.get("id", ""))
+        if last_component(served) != last_component(settings.model):
             return _detail(400, "Instance validation failed.")
         known.append(address)
         self.service.metrics.watch(self.service.fleet.nodes())
         return JSONResponse({"message": f"Added {address} to {kind}_instances."})
-
-    async def served_model(self, address: str) -> str | None:
-        """The model a node serves, `None` where it does not say."""
-        try:
-            async with self.service.session.get(
-                f"http://{address}/v1/models", timeout=_ASK_TIMEOUT
-            ) as reply:
-                data = await reply.json()
-                return str(data["data"][0]["id"]) if reply.status == 200 else None
-        except (aiohttp.ClientError, OSError, asyncio.TimeoutError, ValueError):
-            return None
-        except (KeyError, IndexError, TypeError):
-            return None
 
 
 def _detail(status: int, text: str) -> Response:

@@ -97,7 +97,8 @@ class Body:
         changes: dict[str, Any] = {"stream": False, "max_tokens": 1}
         if "max_completion_tokens" in self.fields:
             changes["max_completion_tokens"] = 1
-        if "stream_options" in self.fields:
+        if self.fields.get("stream") and "stream_options" in self.fields:
+            # Left in without `stream`: the engine refuses that here and now.
             changes["stream_options"] = ...
         least = self.fields.get("min_tokens")
         if isinstance(least, int) and least > 1:
@@ -137,6 +138,9 @@ class Body:
         - With forced tools vLLM parses the answer as JSON, which one token of
           it is not.
         - ``prompt_embeds`` are prompts of their own beside `prompt`.
+        - Limits that are no integers, or that contradict one another, are for
+          the engine that sees them all: the prefill leg hides them, and KV
+          that nobody fetches stays on a prefill node for minutes.
         """
         get = self.fields.get
         for name in ("n", "best_of"):
@@ -156,9 +160,11 @@ class Body:
                 return "prompts"
         elif get("tool_choice") not in (None, "none", "auto"):
             return "tool_choice"
+        for name in ("max_tokens", "max_completion_tokens", "min_tokens"):
+            if not isinstance(get(name), int | None):
+                return name
         least, most = get("min_tokens"), self.output_tokens
-        if isinstance(least, int) and least > 1 and most is not None and least > most:
-            # Refused by the engine that sees both; the prefill leg hides one.
+        if least is not None and most is not None and least > most:
             return "min_tokens"
         return None
 

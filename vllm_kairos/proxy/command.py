@@ -23,6 +23,7 @@ from vllm_kairos.proxy.flags import (
 from vllm_kairos.proxy.flags import (
     add_arguments as add_routing_arguments,
 )
+from vllm_kairos.proxy.forward import api_key_header
 
 logger = logging.getLogger(__name__)
 
@@ -87,8 +88,11 @@ def check_models(settings: ProxySettings) -> None:
     """
     for node in dict.fromkeys([*settings.prefill, *settings.decode]):
         try:
+            question = urllib.request.Request(
+                f"http://{node}/v1/models", headers=api_key_header()
+            )
             with urllib.request.urlopen(
-                f"http://{node}/v1/models", timeout=settings.connect_timeout_s
+                question, timeout=settings.connect_timeout_s
             ) as reply:
                 served = json.loads(reply.read())["data"][0]["id"]
         except (OSError, ValueError, LookupError, TypeError) as error:

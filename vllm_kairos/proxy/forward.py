@@ -76,10 +76,14 @@ def upstream_headers(client: RawHeaders, request_id: str) -> CIMultiDict[str]:
         if key in _PASSED_ON:
             headers.add(key, value.decode("latin-1"))
     if "authorization" not in headers:
-        api_key = os.environ.get("OPENAI_API_KEY")
-        if api_key:
-            headers["Authorization"] = f"Bearer {api_key}"
+        headers.update(api_key_header())
     return headers
+
+
+def api_key_header() -> dict[str, str]:
+    """The bundled script's ``OPENAI_API_KEY``, where it is set."""
+    api_key = os.environ.get("OPENAI_API_KEY")
+    return {"Authorization": f"Bearer {api_key}"} if api_key else {}
 
 
 class Reply:

@@ -110,7 +110,7 @@ class Dispatcher:
         if not fleet.prefill:
             self._service.metrics.fallback("no_prefill_node")
             return await self._alone(job, "fallback", self._decode_node(job, fleet))
-        if job.body.unsplittable() is not None:
+        if job.body.unsplittable() is not None or self._too_long(job):
             if job.body.prefill_only:
                 state = self._prefill_node(job, fleet)
                 return await self._prefill_only(job, self._service.fleet[state.node])
@@ -128,6 +128,18 @@ class Dispatcher:
         if job.body.prefill_only:
             return await self._prefill_only(job, self._service.fleet[route.prefill])
         return await self._kept(job, route)
+
+    def _too_long(self, job: Job) -> bool:
+        """Whether the engines will refuse it for its length.
+
+        A prefill leg would pass, being asked for one token, and its KV stay
+        on the prefill node for minutes when the decode node then refuses.
+        """
+        most, limit = job.body.output_tokens, self._service.max_model_len
+        if most is None or limit is None:
+            return False
+        prompt = job.length.tokens if job.length.exact else 0
+        return prompt + most > limit
 
     def _route(self, job: Job, fleet: Fleet) -> Route:
         started = time.perf_counter()
@@ -186,14 +198,14 @@ class Dispatcher:
                 if 400 <= reply.status < 500:
                     return reply
                 if not 200 <= reply.status < 300:
-                    self._failed(node, f"status_{reply.status}")
+                    self._no_prefill(node, f"status_{reply.status}")
                     return None
                 data = await reply.read()
             finally:
                 if not 400 <= reply.status < 500:
                     reply.close()
         except NodeFailure as failure:
-            self._failed(node, failure.reason)
+            self._no_prefill(node, failure.reason)
             return None
         finally:
             node.ledger.close(job.ticket)
@@ -201,7 +213,7 @@ class Dispatcher:
             answer = decode_prefill_reply(data)
         except ValueError as error:
             logger.warning("Node %s: %s", node.address, error)
-            self._failed(node, "unreadable")
+            self._no_prefill(node, "unreadable")
             return None
         if answer.prompt_tokens is not None:
             service.counter.learn(job.body, answer.prompt_tokens)
@@ -226,6 +238,7 @@ class Dispatcher:
             reply.close()
             node.ledger.close(job.ticket)
             self._failed(node, f"status_{reply.status}")
+        self._service.metrics.fallback("prefill_failed")
         return await self._alone(job, "fallback", self._decode_node(job))
 
     async def _alone(self, job: Job, label: str, state: NodeState) -> Reply:
@@ -307,13 +320,16 @@ class Dispatcher:
         if job.route is not None:
             self._policy.finished(job.request(), job.route)
 
+    def _no_prefill(self, node: Node, reason: str) -> None:
+        self._failed(node, reason)
+        self._service.metrics.fallback("prefill_failed")
+
     def broke_off(self, reply: Reply) -> None:
         """A node died in the middle of its answer."""
         self._failed(reply.node, "broken")
 
     def _failed(self, node: Node, reason: str) -> None:
         self._service.metrics.error(node.address, reason)
-        self._service.metrics.fallback(reason)
         if reason in ("refused", "broken", "timeout"):
             self._service.health.failed(node)
         else:

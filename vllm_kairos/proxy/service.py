@@ -5,17 +5,22 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Mapping
+from typing import Any
 
 import aiohttp
 
 from vllm_kairos.core.fleet import NodeState
 from vllm_kairos.proxy.flags import ProxySettings
 from vllm_kairos.proxy.fleet import Node, ProxyFleet
-from vllm_kairos.proxy.forward import client_session
+from vllm_kairos.proxy.forward import api_key_header, client_session
 from vllm_kairos.proxy.health import HealthWatch
 from vllm_kairos.proxy.metrics import ProxyMetrics
 from vllm_kairos.proxy.prompt_length import PromptCounter
 from vllm_kairos.proxy.state import StateSubscriber
+
+_ASK_TIMEOUT = aiohttp.ClientTimeout(total=30, sock_connect=5)
+_ASK_AGAIN_S = 5.0
 
 
 class Service:
@@ -25,6 +30,11 @@ class Service:
 
     Args:
         settings: Checked settings.
+
+    Attributes:
+        session: The one HTTP session.
+        health: Probes of failed nodes.
+        max_model_len: Longest sequence the engines take, once known.
     """
 
     session: aiohttp.ClientSession
@@ -36,8 +46,10 @@ class Service:
         self.metrics = ProxyMetrics()
         self.counter = PromptCounter(settings.tokenizer, self.metrics)
         self._subscriber = StateSubscriber(self.metrics)
+        self.max_model_len: int | None = None
         self._running = False
         self._starting = asyncio.Lock()
+        self._asking: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Open the session and subscribe. May be called again."""
@@ -53,13 +65,53 @@ class Service:
                 address = self.settings.engine_state.get(node.address)
                 if address is not None:
                     self._subscriber.start(node, address)
+            self._asking = asyncio.create_task(self._ask_limit())
             self._running = True
+
+    async def _ask_limit(self) -> None:
+        """Learn the longest sequence from whichever node tells it first."""
+        while self.max_model_len is None:
+            for node in self.fleet.nodes():
+                card = await self.model_card(node.address)
+                limit = (card or {}).get("max_model_len")
+                if isinstance(limit, int) and limit > 0:
+                    self.max_model_len = limit
+                    return
+            await asyncio.sleep(_ASK_AGAIN_S)
+
+    async def model_card(
+        self, address: str, headers: Mapping[str, str] | None = None
+    ) -> dict[str, Any] | None:
+        """What a node says of its model, `None` where it does not.
+
+        Args:
+            address: ``host:port``.
+            headers: For the node.
+        """
+        try:
+            async with self.session.get(
+                f"http://{address}/v1/models",
+                headers=headers or api_key_header(),
+                timeout=_ASK_TIMEOUT,
+            ) as reply:
+                data = await reply.json()
+                if reply.status != 200:
+                    return None
+                card = data["data"][0]
+                return card if isinstance(card, dict) else None
+        except (aiohttp.ClientError, OSError, asyncio.TimeoutError, ValueError):
+            return None
+        except (KeyError, IndexError, TypeError):
+            return None
 
     async def stop(self) -> None:
         """Close everything `start` opened."""
         if not self._running:
             return
         self._running = False
+        if self._asking is not None:
+            self._asking.cancel()
+            await asyncio.gather(self._asking, return_exceptions=True)
         await self._subscriber.stop()
         await self.health.stop()
         await self.session.close()
