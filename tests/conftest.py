@@ -21,9 +21,10 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 
 import make_tiny_model
-from quickstart.compare import cache_directory, proxy_command
+from quickstart.compare import cache_directory
 from quickstart.engines import START_TIMEOUT_S, Engine, EngineSpec, core_for
 from quickstart.processes import Server, free_ports, stop_all, wait_until_ready
+from quickstart.servers import proxy_command
 
 #: A test machine may be busy with other tests.
 WAIT_S = 2 * START_TIMEOUT_S

@@ -8,18 +8,14 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 import make_tiny_model
 from quickstart import report
-from quickstart.engines import START_TIMEOUT_S, Engine, EngineSpec, core_for
-from quickstart.load import Prompts, Record, replay
+from quickstart.load import Occupied, Prompts, Record, replay
 from quickstart.machine import (
     MEDIAN_PREFILL_MS,
     Plan,
@@ -28,18 +24,13 @@ from quickstart.machine import (
     scale_lengths,
     tokens_within,
 )
-from quickstart.processes import Server, port_is_free, stop_all, wait_until_ready
+from quickstart.servers import BUDGET_TOKENS, MAX_MODEL_LEN, Servers, bar
 from vllm_kairos.core.profile import Profile
 from vllm_kairos.files import UserError, load_profile
 from vllm_kairos.sim.traces import TraceRow, load_trace
 from vllm_kairos.sim.workload import bursty, resample
 
-PROXY_SCRIPT = "examples/online_serving/disaggregated_serving/disagg_proxy_demo.py"
-BUDGET_TOKENS = 2048
-MAX_MODEL_LEN = 16384
 PROFILE_S = 60
-#: Engines need more: other ports lie this far above those of their servers.
-SIDE_CHANNEL_OFFSET, REPORT_OFFSET = 1000, 2000
 
 
 @dataclass(frozen=True)
@@ -64,23 +55,6 @@ def cache_directory() -> Path:
     """Where ci/setup_env.sh keeps its things."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(os.environ.get("KAIROS_CACHE") or Path(base) / "vllm-kairos")
-
-
-def proxy_command() -> list[str]:
-    """vLLM's bundled proxy where there is a patched copy, else the same app."""
-    script = Path(sys.prefix) / "source" / PROXY_SCRIPT
-    if script.is_file() and "vllm_kairos" in script.read_text():
-        return [str(script)]
-    return ["-m", "vllm_kairos.cli", "proxy"]
-
-
-@contextmanager
-def bar(what: str, total: int, unit: str) -> Iterator[tqdm[Any]]:
-    """A progress bar for one phase."""
-    with tqdm(
-        total=total, desc=f"{what:<28}", unit=unit, file=sys.stderr, dynamic_ncols=True
-    ) as shown:
-        yield shown
 
 
 def segments(rows: Sequence[TraceRow], count: int) -> list[list[TraceRow]]:
@@ -126,12 +100,10 @@ class Comparison:
                 f"expected one of {name!r}"
             )
         self.profile_path = (options.profile or self.output / "profile.json").absolute()
-        self.servers: list[Server] = []
-        self.engines: list[Engine] = []
-        self.proxies: dict[str, Server] = {}
+        self.servers = Servers(options.prefill, options.decode, options.port, self.logs)
         self.records: list[Record] = []
         self.windows: dict[str, list[tuple[float, float]]] = {}
-        self._check_ports()
+        self.servers.check_ports(len(options.policies))
         try:
             self.logs.mkdir(parents=True, exist_ok=True)
             for old in self.logs.glob("*.csv"):
@@ -150,33 +122,22 @@ class Comparison:
         try:
             model = self._model()
             if self.given is None:
-                self._start_engines(model)
+                self.servers.start_engines(model, {})
                 plan = self._plan(self._profile(model))
-                self._restart_decodes(plan)
+                self.servers.restart_decodes(self._settings(plan))
             else:
                 plan = self._plan(self.given)
-                self._start_engines(model, plan)
-            self._start_proxies(model, plan)
+                self.servers.start_engines(model, self._settings(plan))
+            self.servers.start_proxies(
+                model, self.options.policies, self._proxy_flags(plan)
+            )
             self._warm_up(model)
             self._measure(model, plan)
         finally:
-            stop_all(self.servers)
+            self.servers.stop()
         return self._report(plan)
 
-    # --- what runs ---------------------------------------------------------
-
-    def _check_ports(self) -> None:
-        o = self.options
-        engines = range(o.port + 10, o.port + 10 + o.prefill + o.decode)
-        ports = [*range(o.port, o.port + len(o.policies)), *engines]
-        ports += [port + SIDE_CHANNEL_OFFSET for port in engines]
-        ports += [port + REPORT_OFFSET for port in engines]
-        for port in ports:
-            if not port_is_free(port):
-                raise UserError(
-                    f"port {port} is in use, expected it free: stop what listens "
-                    "there or choose others with --port"
-                )
+    # --- before ---------------------------------------------------------------
 
     def _model(self) -> Path:
         if self.model is None:
@@ -186,69 +147,24 @@ class Comparison:
                 shown.update()
         return self.model
 
-    def _spec(self, model: Path, index: int) -> EngineSpec:
-        is_prefill = index < self.options.prefill
-        number = index if is_prefill else index - self.options.prefill
-        name = f"{'prefill' if is_prefill else 'decode'}-{number}"
-        port = self.options.port + 10 + index
-        return EngineSpec(
-            name=name,
-            model=model,
-            port=port,
-            side_channel_port=port + SIDE_CHANNEL_OFFSET,
-            report_port=port + REPORT_OFFSET,
-            core=core_for(index),
-            step_log=self.logs / f"{name}.steps.csv",
-            max_model_len=MAX_MODEL_LEN,
-            budget_tokens=BUDGET_TOKENS,
-        )
-
-    def _launch(self, spec: EngineSpec) -> Engine:
-        engine = Engine(spec, self.logs / f"{spec.name}.log")
-        self.servers.append(engine)
-        return engine
-
-    def _wait(self, what: str, servers: Sequence[Server]) -> None:
-        with bar(what, len(servers), "up") as shown:
-
-            def told(ready: int) -> None:
-                shown.update(ready - shown.n)
-                if sys.stderr.isatty():
-                    # Nothing has moved but the time.
-                    shown.refresh()
-
-            wait_until_ready(servers, START_TIMEOUT_S, told)
-
-    def _start_engines(self, model: Path, plan: Plan | None = None) -> None:
-        count = self.options.prefill + self.options.decode
-        specs = [self._spec(model, index) for index in range(count)]
-        if plan is not None:
-            settings = self._settings(plan)
-            for index in range(self.options.prefill, count):
-                specs[index] = replace(specs[index], settings=settings)
-        self.engines = [self._launch(spec) for spec in specs]
-        self._wait("Starting engines", self.engines)
-
-    def _settings(self, plan: Plan) -> dict[str, Any]:
-        """What a decode engine is told: its guard needs profile and SLOs."""
-        return {
-            "profile": str(self.profile_path),
-            "tau_ms": plan.limits.tau_ms,
-            "ttft_slo_ms": plan.limits.ttft_slo_ms,
-        }
-
-    @property
-    def _decodes(self) -> list[Engine]:
-        return self.engines[self.options.prefill :]
-
     def _profile(self, model: Path) -> Profile:
-        engine = self._decodes[0]
+        engine = self.servers.decodes[0]
         log = self.logs / "profile.log"
         command = [sys.executable, "-m", "vllm_kairos.cli", "profile"]
         command += ["--url", engine.url, "--step-log", str(engine.spec.step_log)]
         command += ["--model", str(model), "--budget", f"{PROFILE_S}s"]
         command += ["--output", str(self.profile_path)]
-        with log.open("wb") as output, bar("Profiling", PROFILE_S, "s") as shown:
+        occupied = Occupied(
+            [engine.url for engine in self.servers.prefills],
+            str(model),
+            Prompts(model, seed=self.options.seed + 8_000_000),
+            BUDGET_TOKENS,
+        )
+        with (
+            log.open("wb") as output,
+            bar("Profiling", PROFILE_S, "s") as shown,
+            occupied,
+        ):
             process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
@@ -290,53 +206,28 @@ class Comparison:
         )
         return Plan(rows, rate, limits)
 
-    def _restart_decodes(self, plan: Plan) -> None:
-        """Engines read their settings when they start."""
-        old = self._decodes
-        stop_all(old)
-        new = []
-        for engine in old:
-            self.servers.remove(engine)
-            new.append(
-                self._launch(replace(engine.spec, settings=self._settings(plan)))
-            )
-        self.engines[self.options.prefill :] = new
-        self._wait("Decode engines with profile", new)
+    def _settings(self, plan: Plan) -> dict[str, Any]:
+        """What a decode engine is told: its guard needs profile and SLOs."""
+        return {
+            "profile": str(self.profile_path),
+            "tau_ms": plan.limits.tau_ms,
+            "ttft_slo_ms": plan.limits.ttft_slo_ms,
+        }
 
-    def _start_proxies(self, model: Path, plan: Plan) -> None:
-        prefills = [e.spec for e in self.engines[: self.options.prefill]]
-        decodes = [e.spec for e in self._decodes]
-        start = proxy_command()
-        for index, policy in enumerate(self.options.policies):
-            port = self.options.port + index
-            command = [sys.executable, *start, "--model", str(model)]
-            command += ["--port", str(port), "--kv-handshake", "nixl"]
-            command += ["--prefill", *(spec.address for spec in prefills)]
-            command += ["--decode", *(spec.address for spec in decodes)]
-            command += ["--scheduling-policy", policy]
-            command += ["--engine-state"]
-            command += [spec.report_address for spec in (*prefills, *decodes)]
-            command += ["--profile", str(self.profile_path)]
-            command += ["--tau-ms", str(plan.limits.tau_ms)]
-            command += ["--ttft-slo-ms", str(plan.limits.ttft_slo_ms)]
-            proxy = Server(
-                f"proxy ({policy})",
-                command,
-                f"http://127.0.0.1:{port}",
-                self.logs / f"proxy-{policy}.log",
-                ready_path="/status",
-            )
-            self.servers.append(proxy)
-            self.proxies[policy] = proxy
-        self._wait("Starting proxies", list(self.proxies.values()))
+    def _proxy_flags(self, plan: Plan) -> list[str]:
+        return [
+            *("--profile", str(self.profile_path)),
+            *("--tau-ms", str(plan.limits.tau_ms)),
+            *("--ttft-slo-ms", str(plan.limits.ttft_slo_ms)),
+        ]
 
     # --- what is measured ----------------------------------------------------
 
     def _warm_up(self, model: Path) -> None:
         """Every engine and path once, so that no arm pays for the first time."""
         rows = [TraceRow(0.3 * i, 200 * (i % 4 + 1), 8) for i in range(8)]
-        with bar("Warming up", len(rows) * len(self.proxies), "req") as shown:
-            for number, proxy in enumerate(self.proxies.values()):
+        with bar("Warming up", len(rows) * len(self.servers.proxies), "req") as shown:
+            for number, proxy in enumerate(self.servers.proxies.values()):
                 prompts = Prompts(model, seed=self.options.seed + 7_000_000 + number)
                 drawn = [prompts.draw(row.prompt_tokens) for row in rows]
                 got = replay(proxy.url, str(model), rows, drawn, done=shown.update)
@@ -361,7 +252,7 @@ class Comparison:
                 what = f"{policy} {repetition + 1}/{len(runs)}"
                 with bar(what, len(rows), "req") as shown:
                     started = time.time()
-                    proxy = self.proxies[policy]
+                    proxy = self.servers.proxies[policy]
                     self.records += asyncio.run(
                         replay(
                             proxy.url,
@@ -374,12 +265,11 @@ class Comparison:
                         )
                     )
                     self.windows.setdefault(policy, []).append((started, time.time()))
-                for server in self.servers:
-                    server.is_ready()
+                self.servers.check_alive()
 
     def _report(self, plan: Plan) -> int:
         arms = {}
-        logs = [e.spec.step_log for e in self._decodes if e.spec.step_log]
+        logs = [e.spec.step_log for e in self.servers.decodes if e.spec.step_log]
         for policy in self.options.policies:
             mine = [record for record in self.records if record.policy == policy]
             arms[policy] = report.summarize(mine, plan.limits)

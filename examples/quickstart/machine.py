@@ -22,7 +22,7 @@ from vllm_kairos.sim.traces import TraceRow
 
 #: Prefill time of the median prompt. It keeps a run short: a hundred requests
 #: come and go in less than a minute.
-MEDIAN_PREFILL_MS = 250.0
+MEDIAN_PREFILL_MS = 120.0
 #: Outputs are as long as Bursty's times this.
 OUTPUT_SCALE = 0.4
 #: Decodes that share a step while the machine is busy.
@@ -30,7 +30,7 @@ BUSY_DECODES = 8
 #: TTFT SLO in prefill times of a prompt at the 90th percentile.
 TTFT_SLO_PREFILLS = 6.0
 #: Load of the prefill nodes: time asked for over time there is.
-LOAD = 1.0
+LOAD = 0.9
 
 
 @dataclass(frozen=True)
