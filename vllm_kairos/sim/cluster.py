@@ -9,6 +9,7 @@ depends on its inputs only.
 from __future__ import annotations
 
 import heapq
+import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -40,8 +41,8 @@ class ModelError:
 
     Attributes:
         bias: True step times are ``1 + bias`` times the predicted.
-        noise: Standard deviation of a further factor, normal around 1, cut at
-            0.1.
+        noise: Standard deviation of the log of a further factor, lognormal
+            with median 1.
     """
 
     bias: float = 0.0
@@ -264,19 +265,13 @@ class Cluster:
             node.busy = False
             return
         load = node.load
-        predicted = self.settings.model.step_ms(
-            load.decodes,
-            load.decode_kv_tokens,
-            load.prefill_tokens,
-            load.prefill_kv_tokens,
-            load.prefills or 1,
-        )
+        predicted = self.settings.model.load_ms(load)
         if node.plan.group is not None:
             predicted *= self._shared_gpu_scale(node)
         error = self.settings.error
         true_ms = predicted * (1.0 + error.bias)
         if node.noise is not None:
-            true_ms *= max(0.1, node.noise.gauss(1.0, error.noise))
+            true_ms *= math.exp(node.noise.gauss(0.0, error.noise))
         node.busy = True
         node.steps += 1
         node.step_start_ms = now
@@ -322,6 +317,7 @@ class Cluster:
             if not tokens:
                 self._first_token(request, start)
             tokens.append(now)
+        node.rule.observe(load, node.predicted_ms, now - start)
         if self.on_step is not None:
             self.on_step(node, load, now - start)
         for request in done:

@@ -135,6 +135,7 @@ def run(args: argparse.Namespace) -> int:
             "link_gb_per_s": (
                 cluster.link.bytes_per_s / 1e9 if cluster.link is not None else None
             ),
+            "link_hops": args.link_hops,
             "heartbeat_ms": args.heartbeat_ms,
             "budget_tokens": cluster.limits.budget_tokens,
             "max_num_seqs": cluster.limits.max_num_seqs,

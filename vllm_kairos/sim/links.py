@@ -9,8 +9,9 @@ from vllm_kairos.core.link import LinkModel
 class Links:
     """One egress and one ingress queue a node.
 
-    A transfer starts when both its ends are free and holds both until it is
-    over.
+    With one hop a transfer starts when both its ends are free and holds both
+    until it is over. With two it leaves over the source's link, then arrives
+    over the target's, each of them a queue of its own.
 
     Args:
         model: Size and speed; `None` makes every transfer free.
@@ -35,13 +36,15 @@ class Links:
         """
         if self.model is None:
             return now_ms
-        start = max(
-            now_ms,
-            self._egress_free_ms.get(source, 0.0),
-            self._ingress_free_ms.get(target, 0.0),
-        )
-        end = start + self.model.transfer_ms(tokens)
-        self._egress_free_ms[source] = end
+        egress = max(now_ms, self._egress_free_ms.get(source, 0.0))
+        ingress = self._ingress_free_ms.get(target, 0.0)
+        hop_ms = self.model.transfer_ms(tokens) / self.model.hops
+        if self.model.hops == 1:
+            sent = end = max(egress, ingress) + hop_ms
+        else:
+            sent = egress + hop_ms
+            end = max(sent, ingress) + hop_ms * (self.model.hops - 1)
+        self._egress_free_ms[source] = sent
         self._ingress_free_ms[target] = end
         return end
 

@@ -17,7 +17,13 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from vllm_kairos.core.chunk_rule import ChunkRule, PlannedRule, StepLoad
+from vllm_kairos.core.chunk_rule import (
+    ChunkRule,
+    Claim,
+    PlannedRule,
+    share_by_slack,
+)
+from vllm_kairos.core.step_load import StepLoad
 from vllm_kairos.sim.engine_request import EngineRequest, Leg, Phase, Remote
 from vllm_kairos.sim.kv_cache import CachedBlocks, CountedBlocks
 
@@ -135,6 +141,7 @@ class Node:
         "preempted",
         "overrides",
         "_limiting",
+        "_shares",
     )
 
     def __init__(self, name: str, limits: NodeLimits, rule: ChunkRule | None = None):
@@ -159,6 +166,7 @@ class Node:
         self.preempted: list[EngineRequest] = []
         self.overrides = 0
         self._limiting = False
+        self._shares: dict[EngineRequest, int] | None = None
 
     # ------------------------------------------------------------- requests
 
@@ -368,13 +376,37 @@ class Node:
 
     def _start_limiting(self) -> None:
         """As ``KairosScheduler._get_new_tokens_limiter``."""
-        self._limiting = bool(self.deflected)
+        decodes = self.decodes + len(self.arrived)
+        self._shares = None
+        self._limiting = bool(self.deflected) or (
+            self.rule.limits_ordinary and decodes > 0
+        )
         if not self._limiting:
             return
-        joining = len(self.arrived)
-        decodes = self.decodes + joining
         kv_tokens = self.decode_kv_tokens + sum(r.computed for r in self.arrived)
         self.load = StepLoad(decodes, kv_tokens, decodes)
+        if self.rule.by_slack and len(self.deflected) > 1:
+            self._shares = self._share_by_slack()
+
+    def _share_by_slack(self) -> dict[EngineRequest, int]:
+        held = dict(enumerate(self.deflected))
+        shares = share_by_slack(
+            self.rule,
+            self.load,
+            [
+                Claim(
+                    str(place),
+                    request.computed,
+                    request.tokens - request.computed,
+                    request.tracker,
+                    request.added_ms,
+                )
+                for place, request in held.items()
+                if request.tracker is not None
+            ],
+            self.limits.budget_tokens,
+        )
+        return {held[int(place)]: tokens for place, tokens in shares.items()}
 
     def _limit(
         self, request: EngineRequest, computed: int, tokens: int, now_ms: float
@@ -384,14 +416,20 @@ class Node:
             return tokens
         load = self.load
         tracker = request.tracker if held else None
-        granted = self.rule.chunk(load, computed, tokens, tracker)
+        shared = self._shares is not None and request in self._shares
+        if shared:
+            assert self._shares is not None
+            granted = min(tokens, self._shares[request])
+        else:
+            granted = self.rule.chunk(load, computed, tokens, tracker)
         if held:
             request.other_tokens = load.tokens
-            if granted == 0 and now_ms - request.added_ms > self.limits.held_ms:
-                # Held back for ever it would starve.
-                self.overrides += 1
-                granted = min(tokens, self.limits.smallest_chunk_tokens)
-        if granted:
+        if granted == 0 and now_ms - request.added_ms > self.limits.held_ms:
+            # Held back for ever it would starve.
+            self.overrides += 1
+            granted = min(tokens, self.limits.smallest_chunk_tokens)
+            shared = False
+        if granted and not shared:
             load.add_prefill(granted, computed)
         return granted
 

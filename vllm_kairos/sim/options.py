@@ -13,6 +13,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
+from vllm_kairos.core.link import LinkModel
 from vllm_kairos.core.policies import policies
 from vllm_kairos.core.profile import Profile
 from vllm_kairos.core.settings import Settings
@@ -151,6 +152,14 @@ def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="GB",
         help="bandwidth of a link in gigabytes a second; the profile's by default",
     )
+    group.add_argument(
+        "--link-hops",
+        type=int,
+        choices=(1, 2),
+        default=2,
+        help="2: KV leaves over the source's link, then arrives over the target's "
+        "(fits the paper's transfer times); 1: written straight into the other GPU",
+    )
     group.add_argument("--heartbeat-ms", type=float, default=100.0)
     group.add_argument("--budget-tokens", type=int, help="of a step, every node")
     group.add_argument("--max-num-seqs", type=int, help="of a step, every node")
@@ -216,9 +225,9 @@ def cluster_of(args: argparse.Namespace, profile: Profile) -> ClusterSettings:
                 "KV takes (kv.bytes_per_token)"
             )
         kv = profile.kv
-        from vllm_kairos.core.link import LinkModel
-
         link = LinkModel(kv.bytes_per_token, args.link_gb_per_s * 1e9, kv.fixed_ms)
+    if link is not None:
+        link = replace(link, hops=args.link_hops)
     limits = NodeLimits(held_ms=args.ttft_slo_ms)
     engine = profile.engine
     if engine is not None:

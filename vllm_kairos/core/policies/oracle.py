@@ -26,14 +26,14 @@ class Oracle(Policy):
         settings: SLOs and candidates.
         margin: ``alpha`` of the comparison; 1, since the paper's Oracle asks
             for a pair that beats the prefill node.
-        transfer: Count the KV transfer in what is to be beaten.
+        transfer: Count the KV transfer in what is to be beaten; Eq. 1 does not.
     """
 
     name = "oracle"
     source = "Kairos §3.4, Oracle"
     sees = "truth"
 
-    def __init__(self, settings: Settings, margin: float = 1.0, transfer: bool = True):
+    def __init__(self, settings: Settings, margin: float = 1.0, transfer: bool = False):
         super().__init__(settings.with_options(alpha=float(margin)))
         self.transfer = transfer
         self._prefill = RoundRobin()
