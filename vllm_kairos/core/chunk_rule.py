@@ -7,52 +7,27 @@ The engine's scheduler and the simulator's nodes call the same rule.
 from __future__ import annotations
 
 import abc
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from vllm_kairos.core.chunk_tracker import ChunkTracker
-
-
-@dataclass(slots=True)
-class StepLoad:
-    """What a step holds so far.
-
-    Attributes:
-        decodes: Decode requests ``B``, those joining in this step included.
-        decode_kv_tokens: Their KV tokens ``K``.
-        decode_tokens: Their tokens in this step: one each, more with
-            speculative decoding.
-        prefills: Prefill requests ``n`` placed so far.
-        prefill_tokens: Their tokens ``c``.
-        prefill_kv_tokens: Tokens they had computed before, ``p``.
-        attended: ``sum(c_i * p_i)``.
-        squared: ``sum(c_i ** 2)``.
-    """
-
-    decodes: int = 0
-    decode_kv_tokens: int = 0
-    decode_tokens: int = 0
-    prefills: int = 0
-    prefill_tokens: int = 0
-    prefill_kv_tokens: int = 0
-    attended: float = 0.0
-    squared: float = 0.0
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of the whole step so far."""
-        return self.decode_tokens + self.prefill_tokens
-
-    def add_prefill(self, tokens: int, computed_tokens: int) -> None:
-        """Place a prefill of `tokens` after `computed_tokens` in the step."""
-        self.prefills += 1
-        self.prefill_tokens += tokens
-        self.prefill_kv_tokens += computed_tokens
-        self.attended += tokens * computed_tokens
-        self.squared += tokens * tokens
+from vllm_kairos.core.feedback import Feedback
+from vllm_kairos.core.step_load import StepLoad
+from vllm_kairos.core.step_model import StepModel
 
 
 class ChunkRule(abc.ABC):
-    """Bounds the prefills of a step."""
+    """Bounds the prefills of a step.
+
+    Attributes:
+        limits_ordinary: Bounds ordinary prefills too, not only those with a
+            schedule.
+        by_slack: Among several deflected prefills the one with the least
+            slack is served first; otherwise they share in arrival order.
+    """
+
+    limits_ordinary = False
+    by_slack = False
 
     @abc.abstractmethod
     def chunk(
@@ -73,6 +48,21 @@ class ChunkRule(abc.ABC):
         Returns:
             0 to `wanted_tokens`.
         """
+
+    def observe(self, load: StepLoad, predicted_ms: float, measured_ms: float) -> None:
+        """A step has run: what it held, and how long it took.
+
+        Args:
+            load: The step.
+            predicted_ms: As the profile says, uncorrected; zero without one.
+            measured_ms: As it was.
+        """
+        return
+
+    @property
+    def limit_ms(self) -> float | None:
+        """Bound on a predicted step now in force, `None` where there is none."""
+        return None
 
 
 class PlannedRule(ChunkRule):
@@ -95,3 +85,107 @@ class PlannedRule(ChunkRule):
         others = load.tokens
         room = tracker.step_tokens(computed_tokens, others) - others
         return max(0, min(wanted_tokens, room))
+
+
+class AdaptiveRule(ChunkRule):
+    """Ours: the largest chunk that is safe in the step at hand.
+
+    The plan was made on state up to a heartbeat old; here ``B``, ``K`` and
+    ``p`` are the step's own, so the chunk is smaller than planned where
+    decodes have joined and larger where they have left. Ordinary prefills
+    (fall-backs, recomputation) obey the same bound wherever somebody decodes,
+    so that no path stalls the decodes.
+
+    Args:
+        model: Step model of this engine.
+        feedback: Corrects the model and steers the bound.
+        smallest_tokens: A chunk below this is not worth a step's fixed cost.
+    """
+
+    limits_ordinary = True
+    by_slack = True
+
+    def __init__(self, model: StepModel, feedback: Feedback, smallest_tokens: int = 16):
+        self._model = model
+        self._feedback = feedback
+        self._smallest_tokens = smallest_tokens
+
+    def chunk(
+        self,
+        load: StepLoad,
+        computed_tokens: int,
+        wanted_tokens: int,
+        tracker: ChunkTracker | None,
+    ) -> int:
+        if tracker is None and load.decodes == 0:
+            return wanted_tokens
+        chunk = self._model.largest_addition(
+            load, computed_tokens, self._feedback.limit_ms, wanted_tokens
+        )
+        return chunk if chunk >= min(self._smallest_tokens, wanted_tokens) else 0
+
+    def observe(self, load: StepLoad, predicted_ms: float, measured_ms: float) -> None:
+        if load.decodes > 0 and load.prefill_tokens > 0 and predicted_ms > 0.0:
+            self._feedback.observe(predicted_ms, measured_ms)
+
+    @property
+    def limit_ms(self) -> float | None:
+        return self._feedback.limit_ms
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """A deflected prefill that wants a part of the step.
+
+    Attributes:
+        key: Names it in the answer.
+        computed_tokens: Prompt tokens computed so far.
+        wanted_tokens: Prompt tokens left.
+        tracker: Its chunk schedule.
+        deadline_ms: When its first token is due.
+    """
+
+    key: str
+    computed_tokens: int
+    wanted_tokens: int
+    tracker: ChunkTracker
+    deadline_ms: float
+
+
+def share_by_slack(
+    rule: ChunkRule, load: StepLoad, claims: Sequence[Claim], budget_tokens: int
+) -> dict[str, int]:
+    """Divide a step among deflected prefills, least slack first.
+
+    Slack is the time to the deadline less what the prefill still has to do;
+    steps being of like length, tokens left stand for that.
+
+    Args:
+        rule: Bounds each of them.
+        load: The decodes of the step; the prefills are added to it.
+        claims: The deflected prefills.
+        budget_tokens: Of the whole step.
+
+    Returns:
+        Tokens by key; 0 where nothing is left.
+    """
+    shares: dict[str, int] = {}
+    for claim in sorted(claims, key=lambda c: (c.deadline_ms, c.wanted_tokens)):
+        most = min(claim.wanted_tokens, budget_tokens - load.tokens)
+        tokens = 0
+        if most > 0:
+            tokens = rule.chunk(load, claim.computed_tokens, most, claim.tracker)
+        shares[claim.key] = tokens
+        if tokens:
+            load.add_prefill(tokens, claim.computed_tokens)
+    return shares
+
+
+__all__ = [
+    "AdaptiveRule",
+    "ChunkRule",
+    "Claim",
+    "PlannedRule",
+    "StepLoad",
+    "share_by_slack",
+]

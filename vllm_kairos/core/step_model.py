@@ -32,6 +32,8 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
+from vllm_kairos.core.step_load import StepLoad
+
 Array = npt.NDArray[np.float64]
 
 #: Feature terms a predictor may use, by name. ``cp`` and ``cc`` are the
@@ -231,6 +233,71 @@ class StepModel:
                 return decode_ms
         return ms
 
+    def load_ms(self, load: StepLoad) -> float:
+        """Predicted latency of a step of which every prefill is known.
+
+        `step_ms` takes the sums over several prefills at their means, as a
+        step record holds them; here they are exact. With one prefill both
+        are the same.
+        """
+        if load.prefill_tokens <= 0:
+            return self.step_ms(load.decodes, load.decode_kv_tokens)
+        ms = self._with_prefills_ms(load)
+        if self._max and load.decodes > 0:
+            return max(ms, self.step_ms(load.decodes, load.decode_kv_tokens))
+        return ms
+
+    def _with_prefills_ms(self, load: StepLoad) -> float:
+        """The polynomial of a step with prefills, at what is placed so far."""
+        one, b, k, c, p, n, cp, cc, cb, ck = self._mix if load.decodes > 0 else self._pf
+        decodes, kv_tokens = load.decodes, load.decode_kv_tokens
+        return (
+            one
+            + b * decodes
+            + k * kv_tokens
+            + p * load.prefill_kv_tokens
+            + n * load.prefills
+            + load.prefill_tokens * (c + cb * decodes + ck * kv_tokens)
+            + cp * load.attended
+            + cc * load.squared
+        )
+
+    def largest_addition(
+        self, load: StepLoad, computed_tokens: int, limit_ms: float, most_tokens: int
+    ) -> int:
+        """Largest prefill that `load` can take within `limit_ms`.
+
+        `largest_chunk` beside prefills placed already: the same quadratic.
+
+        Args:
+            load: The step so far.
+            computed_tokens: ``p`` of the prefill to be placed.
+            limit_ms: Bound on the step.
+            most_tokens: Upper bound on the answer.
+
+        Returns:
+            Tokens, ``0`` when not even one fits.
+        """
+        if load.prefills == 0:
+            return self.largest_chunk(
+                load.decodes,
+                load.decode_kv_tokens,
+                computed_tokens,
+                limit_ms,
+                most_tokens,
+            )
+        if most_tokens <= 0:
+            return 0
+        if self._max and self.step_ms(load.decodes, load.decode_kv_tokens) > limit_ms:
+            return 0
+        _, _, _, c, p, n, cp, cc, cb, ck = self._mix if load.decodes > 0 else self._pf
+        fixed = self._with_prefills_ms(load) + n + p * computed_tokens
+        a1 = c + cb * load.decodes + ck * load.decode_kv_tokens + cp * computed_tokens
+        chunk = _root(limit_ms - fixed, a1, cc, most_tokens)
+        while chunk > 0 and fixed + chunk * (a1 + cc * chunk) > limit_ms:
+            chunk -= 1
+        return chunk
+
     def estimate(
         self,
         decodes: int,
@@ -380,21 +447,29 @@ class StepModel:
         if self._max and self.step_ms(decodes, decode_kv_tokens) > limit_ms:
             return 0
         a0, a1, a2 = self.quadratic(decodes, decode_kv_tokens, prefill_kv_tokens)
-        room = limit_ms - a0
-        if room < 0.0:
-            return 0
-        if a1 == 0.0 and a2 == 0.0:
-            return most_tokens
-        if room == 0.0:
-            return 0
-        # The root as 2·room / slope is stable as a2 -> 0, and compared before
-        # it is divided it can neither overflow nor divide by zero.
-        slope = a1 + math.sqrt(a1 * a1 + 4.0 * a2 * room)
-        fits = slope * most_tokens <= 2.0 * room
-        chunk = most_tokens if fits else int(2.0 * room / slope)
+        chunk = _root(limit_ms - a0, a1, a2, most_tokens)
         # Rounding may land one token over the bound; the invariant is exact.
         while chunk > 0 and (
             self.step_ms(decodes, decode_kv_tokens, chunk, prefill_kv_tokens) > limit_ms
         ):
             chunk -= 1
         return chunk
+
+
+def _root(room_ms: float, a1: float, a2: float, most_tokens: int) -> int:
+    """Largest ``c <= most_tokens`` with ``a1·c + a2·c² <= room_ms``, or one more.
+
+    Rounding may land a token over the bound; the caller steps back.
+    """
+    if room_ms < 0.0:
+        return 0
+    if a1 == 0.0 and a2 == 0.0:
+        return most_tokens
+    if room_ms == 0.0:
+        return 0
+    # The root as 2·room / slope is stable as a2 -> 0, and compared before it is
+    # divided it can neither overflow nor divide by zero.
+    slope = a1 + math.sqrt(a1 * a1 + 4.0 * a2 * room_ms)
+    if slope * most_tokens <= 2.0 * room_ms:
+        return most_tokens
+    return int(2.0 * room_ms / slope)

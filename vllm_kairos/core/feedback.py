@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The loop that keeps packed steps inside the TBT SLO when the model errs.
+
+Packing every step to exactly ``beta * tau`` is worse than no loop at all once
+predictions have an error: half of the steps land above the bound, and a bias
+puts all of them there. So the bound is learnt: the ratio of measured to
+predicted latency is tracked, and the bound on a *prediction* is put where the
+wanted share of steps is expected to come out late.
+"""
+
+from __future__ import annotations
+
+import math
+from statistics import NormalDist
+
+
+class Feedback:
+    """Bound on the predicted latency of a step that carries a prefill.
+
+    The log of measured / predicted is taken as normal with a mean (the bias)
+    and a spread that are averaged with exponentially falling weights, so
+
+    ``limit = tau * exp(-(mean + z * spread)) * trim``
+
+    where ``z`` belongs to the target share. `trim` is moved by every step, a
+    little up when it was in time and a lot down when it was late, so that the
+    share of late steps settles at the target whatever the true distribution
+    (stochastic approximation of a quantile).
+
+    Args:
+        tau_ms: TBT SLO.
+        beta: Bound to start with, as a share of `tau_ms`.
+        beta_most: The bound never exceeds this share of `tau_ms` on a
+            corrected prediction.
+        late_share: Target share of steps over `tau_ms`.
+        memory_steps: Steps after which an observation has lost most of its
+            weight.
+    """
+
+    #: Observations that the starting values weigh as much as.
+    _PRIOR_STEPS = 8.0
+    _TRIM_STEP = 0.05
+    _LEAST_TRIM, _MOST_TRIM = 0.7, 1.05
+    #: Outside of these a profile is of another machine.
+    _MOST_LOG_RATIO = math.log(4.0)
+
+    __slots__ = (
+        "tau_ms",
+        "limit_ms",
+        "late",
+        "steps",
+        "_beta_most",
+        "_late_share",
+        "_z",
+        "_decay",
+        "_weight",
+        "_mean",
+        "_variance",
+        "_trim",
+    )
+
+    def __init__(
+        self,
+        tau_ms: float,
+        beta: float = 0.9,
+        beta_most: float = 0.98,
+        late_share: float = 0.005,
+        memory_steps: int = 400,
+    ):
+        self.tau_ms = tau_ms
+        self.late = 0
+        self.steps = 0
+        self._beta_most = max(beta, beta_most)
+        self._late_share = late_share
+        self._z = NormalDist().inv_cdf(1.0 - late_share)
+        self._decay = 1.0 - 1.0 / memory_steps
+        self._weight = self._PRIOR_STEPS
+        self._mean = 0.0
+        # The spread that would make the starting bound the right one.
+        self._variance = (-math.log(beta) / self._z) ** 2
+        self._trim = 1.0
+        self.limit_ms = self._limit_ms()
+
+    @property
+    def bias(self) -> float:
+        """Measured over predicted, on average."""
+        return math.exp(self._mean)
+
+    @property
+    def spread(self) -> float:
+        """Standard deviation of the log of measured / predicted."""
+        return math.sqrt(self._variance)
+
+    def observe(self, predicted_ms: float, measured_ms: float) -> None:
+        """Take a step that carried a prefill beside decodes.
+
+        Args:
+            predicted_ms: As the profile says, uncorrected.
+            measured_ms: As it was.
+        """
+        ratio = math.log(measured_ms / predicted_ms)
+        ratio = max(-self._MOST_LOG_RATIO, min(self._MOST_LOG_RATIO, ratio))
+        weight = self._weight = self._weight * self._decay + 1.0
+        delta = ratio - self._mean
+        self._mean += delta / weight
+        self._variance += (delta * (ratio - self._mean) - self._variance) / weight
+        self.steps += 1
+        if measured_ms > self.tau_ms:
+            self.late += 1
+            self._trim *= 1.0 - self._TRIM_STEP * (1.0 - self._late_share)
+        elif predicted_ms >= 0.97 * self.limit_ms:
+            # A step far below the bound tells nothing of where it should be.
+            self._trim *= 1.0 + self._TRIM_STEP * self._late_share
+        self._trim = max(self._LEAST_TRIM, min(self._MOST_TRIM, self._trim))
+        self.limit_ms = self._limit_ms()
+
+    def _limit_ms(self) -> float:
+        quantile = self._mean + self._z * math.sqrt(self._variance)
+        share = math.exp(-quantile) * self._trim
+        return self.tau_ms * min(share, self._beta_most * math.exp(-self._mean))
