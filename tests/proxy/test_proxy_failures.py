@@ -21,7 +21,10 @@ from tests.proxy.stubs import (
     report,
     until,
 )
+from vllm_kairos.core.fleet import Fleet, Request
 from vllm_kairos.core.messages import parse_schedule
+from vllm_kairos.core.policies.kairos import Kairos
+from vllm_kairos.core.route import Route
 
 PROMPT = {"prompt": list(range(1, 401)), "max_tokens": 8}
 STREAM = {**PROMPT, "stream": True}
@@ -370,3 +373,22 @@ async def test_a_client_that_sends_half_a_body_and_goes_reaches_no_engine(
         )
     await asyncio.sleep(0.05)
     assert not c.prefill[0].requests
+
+
+@pytest.mark.parametrize("broken", ["raises", "unknown node"])
+async def test_a_policy_that_fails_costs_no_request(
+    cluster: MakeCluster,
+    client: aiohttp.ClientSession,
+    monkeypatch: pytest.MonkeyPatch,
+    broken: str,
+) -> None:
+    def route(self: Kairos, request: Request, fleet: Fleet) -> Route:
+        if broken == "raises":
+            raise ZeroDivisionError
+        return Route("nowhere:1", "nowhere:1")
+
+    monkeypatch.setattr(Kairos, "route", route)
+    c = cluster(policy="kairos", with_profile=True, with_state=True)
+    assert (await post(c, client))[::2] == (200, "kept")
+    async with client.get(f"{c.url}/metrics") as answer:
+        assert 'decisions_total{reason="policy_error"} 1.0' in await answer.text()

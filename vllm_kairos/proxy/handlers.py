@@ -145,6 +145,15 @@ class Dispatcher:
         started = time.perf_counter()
         try:
             route = self._policy.route(job.request(), fleet)
+            nodes = self._service.fleet
+            logger.debug(
+                "Request %s: %s, prefill %s, decode %s, chunks %s",
+                job.ticket,
+                route.reason,
+                nodes[route.prefill].address,
+                nodes[route.decode].address,
+                route.chunks,
+            )
         except Exception:
             # A request is served whatever a policy makes of its state.
             logger.exception("Policy %s failed, plain P/D instead", self._policy.name)
