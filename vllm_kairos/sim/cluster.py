@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from vllm_kairos.core.chunk_rule import ChunkRule, PlannedRule, StepLoad
+from vllm_kairos.core.chunk_rule import ChunkRule, PlannedRule
 from vllm_kairos.core.link import LinkModel
 from vllm_kairos.core.policies.base import (
     Decoding,
@@ -25,6 +25,7 @@ from vllm_kairos.core.policies.base import (
     Policy,
 )
 from vllm_kairos.core.route import Route
+from vllm_kairos.core.step_load import StepLoad
 from vllm_kairos.core.step_model import StepModel
 from vllm_kairos.files import UserError
 from vllm_kairos.sim.dispatch import Dispatcher, EagerDispatcher
@@ -307,6 +308,7 @@ class Cluster:
         node.reports.before_change(now)
         load = node.load
         start = node.step_start_ms
+        node.rule.observe(load, node.predicted_ms, now - start)
         got, done = node.finish_step()
         for request in got:
             user = request.user

@@ -13,10 +13,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from vllm_kairos.core.chunk_rule import StepLoad
 from vllm_kairos.core.fleet import Fleet, NodeState, PrefillWork, Request
 from vllm_kairos.core.policies.base import Policy
 from vllm_kairos.core.route import Route
+from vllm_kairos.core.step_load import StepLoad
 from vllm_kairos.sim.engine_request import EngineRequest, Leg, UserRequest
 from vllm_kairos.sim.reports import state_of
 
@@ -77,6 +77,7 @@ class Dispatcher:
         self.ledger = Ledger()
         self._requests: dict[int, Request] = {}
         self._show = _SHOW[policy.sees]
+        self._nameless: Fleet | None = None
 
     # ----------------------------------------------------------------- hooks
 
@@ -144,16 +145,19 @@ class Dispatcher:
         """The nodes as the policy may see them now."""
         cluster = self.cluster
         now = cluster.now_ms
-        if self.policy.blind:
-            states = {n.name: n.reports.stale() for n in cluster.nodes.values()}
-        else:
-            show = self._show
-            states = {n.name: show(self, n, now) for n in cluster.nodes.values()}
-        return Fleet(
+        if self._nameless is not None:
+            return self._nameless
+        show = self._show
+        states = {n.name: show(self, n, now) for n in cluster.nodes.values()}
+        fleet = Fleet(
             [states[n.name] for n in cluster.prefill],
             [states[n.name] for n in cluster.decode],
             now,
         )
+        if self.policy.blind:
+            # It looks at names only: one fleet serves the whole run.
+            self._nameless = fleet
+        return fleet
 
     def _reported(self, node: SimNode, now_ms: float) -> NodeState:
         """The last report; a node with a deflected request in flight says so."""

@@ -52,10 +52,6 @@ class NodeReports:
         self.before_change(now_ms)
         return self._last
 
-    def stale(self) -> NodeState:
-        """Any report of the node, for who looks at its name only."""
-        return self._last
-
 
 def state_of(node: SimNode, cluster: Cluster, now_ms: float) -> NodeState:
     """The state of a node as it is."""

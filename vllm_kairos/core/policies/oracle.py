@@ -6,7 +6,6 @@ from __future__ import annotations
 from vllm_kairos.core.decision import decide
 from vllm_kairos.core.fleet import Fleet, NodeState, Request
 from vllm_kairos.core.policies.base import Policy, RoundRobin, register
-from vllm_kairos.core.policies.kairos import takes_deflections
 from vllm_kairos.core.prefill import ttft_prefill_ms
 from vllm_kairos.core.route import Estimates, Route
 from vllm_kairos.core.schedule import Schedule, paper_schedule
@@ -65,7 +64,13 @@ class Oracle(Policy):
         def ttft_decode(node: NodeState, schedule: Schedule) -> float:
             return node.step_in_flight_ms + schedule.total_ms
 
-        nodes = [n for n in fleet.decode if takes_deflections(n, request)]
+        nodes = [
+            node
+            for node in fleet.decode
+            if not node.deflected
+            and node.free_kv_tokens > request.prompt_tokens
+            and node.decodes + node.awaiting_kv < node.max_num_seqs
+        ]
         found = decide(nodes, ttft_pf, s, build, ttft_decode)
         if found is None or not found.accepted:
             return Route(prefill.node, kept_decode.node, reason="kept")
