@@ -23,7 +23,7 @@ from tests.proxy.stubs import (
 )
 from vllm_kairos.core.fleet import Fleet, Request
 from vllm_kairos.core.messages import parse_schedule
-from vllm_kairos.core.policies.kairos import Kairos
+from vllm_kairos.core.policies import Policy, policies
 from vllm_kairos.core.route import Route
 
 PROMPT = {"prompt": list(range(1, 401)), "max_tokens": 8}
@@ -382,12 +382,12 @@ async def test_a_policy_that_fails_costs_no_request(
     monkeypatch: pytest.MonkeyPatch,
     broken: str,
 ) -> None:
-    def route(self: Kairos, request: Request, fleet: Fleet) -> Route:
+    def route(self: Policy, request: Request, fleet: Fleet) -> Route:
         if broken == "raises":
             raise ZeroDivisionError
         return Route("nowhere:1", "nowhere:1")
 
-    monkeypatch.setattr(Kairos, "route", route)
+    monkeypatch.setattr(policies()["kairos"], "route", route)
     c = cluster(policy="kairos", with_profile=True, with_state=True)
     assert (await post(c, client))[::2] == (200, "kept")
     async with client.get(f"{c.url}/metrics") as answer:
