@@ -77,6 +77,10 @@ class NodeState:
         link: Egress link of this node, `None` where transfers are free.
         link_backlog_bytes: Bytes queued on that link.
         step_in_flight_ms: Expected remainder of the step running now.
+        worked_off_ms: Time the node has worked since the report beyond the
+            step then in flight: that much of its queue is done.
+        limit_ms: Bound on a predicted step that the engine's loop has in
+            force, `None` where it has none.
         fresh: False where the last report is too old to act on.
     """
 
@@ -96,6 +100,8 @@ class NodeState:
     link: LinkModel | None = None
     link_backlog_bytes: float = 0.0
     step_in_flight_ms: float = 0.0
+    worked_off_ms: float = 0.0
+    limit_ms: float | None = None
     fresh: bool = True
 
 

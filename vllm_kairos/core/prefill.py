@@ -105,6 +105,31 @@ def ttft_prefill_ms(
     queue = [w for w in node.prefills if w.tokens > 0]
     queue.append(PrefillWork(prompt_tokens - cached, cached))
     wait = node.step_in_flight_ms + drain_ms(node.model, queue, node.budget_tokens)
+    alone = drain_ms(node.model, queue[-1:], node.budget_tokens)
+    wait = max(wait - node.worked_off_ms, alone)
     if node.link is not None:
         wait += node.link.transfer_ms(prompt_tokens, node.link_backlog_bytes)
     return wait + decode_step_ms
+
+
+def marginal_prefill_ms(
+    model: StepModel, prompt_tokens: int, cached_tokens: int, budget_tokens: int
+) -> float:
+    """Time a prompt takes of a busy prefill node.
+
+    Steps there are full, so the fixed cost of one is shared by its tokens.
+
+    Args:
+        model: The prefill node's step model.
+        prompt_tokens: ``l_r``.
+        cached_tokens: Prefix of the prompt the node already holds.
+        budget_tokens: ``chi_p``.
+    """
+    fixed = model.prefill.terms.get("1", 0.0)
+    done = min(cached_tokens, prompt_tokens - 1)
+    total = fixed * (prompt_tokens - done) / budget_tokens
+    while done < prompt_tokens:
+        chunk = min(budget_tokens, prompt_tokens - done)
+        total += model.step_ms(0, 0, chunk, done) - fixed
+        done += chunk
+    return total

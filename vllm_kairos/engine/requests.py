@@ -16,7 +16,7 @@ from vllm.v1.request import Request
 
 from vllm_kairos.core.chunk_rule import StepLoad
 from vllm_kairos.core.chunk_tracker import ChunkTracker
-from vllm_kairos.core.messages import MOST_ADMITTED, ChunkSchedule, ticket_of, ticket_of
+from vllm_kairos.core.messages import MOST_ADMITTED, ChunkSchedule, ticket_of
 
 
 @dataclass(slots=True)

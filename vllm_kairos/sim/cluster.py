@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from vllm_kairos.core.chunk_rule import ChunkRule, PlannedRule
+from vllm_kairos.core.chunk_rule import ChunkRule
 from vllm_kairos.core.link import LinkModel
 from vllm_kairos.core.policies.base import (
     Decoding,
@@ -28,7 +28,7 @@ from vllm_kairos.core.route import Route
 from vllm_kairos.core.step_load import StepLoad
 from vllm_kairos.core.step_model import StepModel
 from vllm_kairos.files import UserError
-from vllm_kairos.sim.dispatch import Dispatcher, EagerDispatcher
+from vllm_kairos.sim.dispatch import Dispatcher, EagerDispatcher, LateDispatcher
 from vllm_kairos.sim.engine_request import EngineRequest, Leg, Phase, UserRequest
 from vllm_kairos.sim.links import Links
 from vllm_kairos.sim.node import Node, NodeLimits
@@ -143,7 +143,8 @@ class Cluster:
             self.nodes[plan.name] = self._make_node(plan, f"{seed}/{place}")
         self.prefill = [n for n in self.nodes.values() if n.plan.prefills]
         self.decode = [n for n in self.nodes.values() if n.plan.decodes]
-        make = settings.dispatcher or EagerDispatcher
+        default = LateDispatcher if policy.late else EagerDispatcher
+        make = settings.dispatcher or default
         self.dispatcher = make(self, policy)
         self._moves = type(policy).moves is not Policy.moves
 
@@ -163,7 +164,10 @@ class Cluster:
         limits = self.settings.limits
         if plan.budget_tokens is not None:
             limits = replace(limits, budget_tokens=plan.budget_tokens)
-        rule = self.settings.rule(plan.name) if self.settings.rule else PlannedRule()
+        if self.settings.rule is not None:
+            rule = self.settings.rule(plan.name)
+        else:
+            rule = self.policy.chunk_rule(self.settings.model)
         node = SimNode(plan, limits, rule)
         node.reports = NodeReports(node, self)
         if self.settings.error.noise > 0:

@@ -172,9 +172,11 @@ class Dispatcher:
         ledger = self.ledger
         state = node.reports.last(now_ms)
         beat = node.reports.beat_ms
+        since = now_ms - beat
         copy = replace(
             state,
-            step_in_flight_ms=max(0.0, state.step_in_flight_ms - (now_ms - beat)),
+            step_in_flight_ms=max(0.0, state.step_in_flight_ms - since),
+            worked_off_ms=max(0.0, since - state.step_in_flight_ms),
             link_backlog_bytes=self.cluster.links.backlog_bytes(now_ms, node.name),
         )
         expected = ledger.expected.get(node.name)
@@ -220,3 +222,54 @@ class EagerDispatcher(Dispatcher):
     def arrive(self, user: UserRequest) -> None:
         route = self.policy.route(self.request_of(user), self.fleet(user))
         self.send(user, route)
+
+
+class LateDispatcher(Dispatcher):
+    """Lets requests wait in the policy's queue, as the live proxy does.
+
+    The queue is looked at when the proxy sees something happen: an arrival, a
+    prefill leg done, a first token, a request finished; and once a heartbeat
+    while requests wait.
+    """
+
+    def __init__(self, cluster: Cluster, policy: Policy):
+        super().__init__(cluster, policy)
+        self._users: dict[str, UserRequest] = {}
+        self._timer = False
+
+    def arrive(self, user: UserRequest) -> None:
+        request = self.request_of(user)
+        self._users[request.request_id] = user
+        self.policy.enqueue(request)
+        self._look()
+
+    def prefilled(self, user: UserRequest) -> None:
+        super().prefilled(user)
+        self._look_soon()
+
+    def first_token(self, user: UserRequest) -> None:
+        super().first_token(user)
+        self._look_soon()
+
+    def finished(self, user: UserRequest) -> None:
+        super().finished(user)
+        self._look_soon()
+
+    def _look_soon(self) -> None:
+        """After the event at hand has been dealt with."""
+        if self.policy.waiting:
+            self.cluster.at(self.cluster.now_ms, self._look, None)
+
+    def _look(self, _: object = None) -> None:
+        if not self.policy.waiting:
+            return
+        for request, route in self.policy.assign(self.fleet(None)):
+            self.send(self._users.pop(request.request_id), route)
+        if self.policy.waiting and not self._timer:
+            self._timer = True
+            wait_ms = self.cluster.settings.heartbeat_ms or 1.0
+            self.cluster.at(self.cluster.now_ms + wait_ms, self._tick, None)
+
+    def _tick(self, _: object) -> None:
+        self._timer = False
+        self._look()

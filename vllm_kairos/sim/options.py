@@ -193,6 +193,20 @@ def settings_of(args: argparse.Namespace) -> Settings:
         raise UserError(str(error)) from error
 
 
+def limits_of(profile: Profile, held_ms: float = 4000.0) -> NodeLimits:
+    """Limits of a node: the profiled engine's, where the profile has them."""
+    engine = profile.engine
+    if engine is None:
+        return NodeLimits(held_ms=held_ms)
+    return NodeLimits(
+        budget_tokens=engine.budget_tokens,
+        max_num_seqs=engine.max_num_seqs,
+        kv_tokens=engine.kv_tokens,
+        block_size=engine.block_size,
+        held_ms=held_ms,
+    )
+
+
 def cluster_of(args: argparse.Namespace, profile: Profile) -> ClusterSettings:
     """The cluster.
 
@@ -228,16 +242,7 @@ def cluster_of(args: argparse.Namespace, profile: Profile) -> ClusterSettings:
         link = LinkModel(kv.bytes_per_token, args.link_gb_per_s * 1e9, kv.fixed_ms)
     if link is not None:
         link = replace(link, hops=args.link_hops)
-    limits = NodeLimits(held_ms=args.ttft_slo_ms)
-    engine = profile.engine
-    if engine is not None:
-        limits = replace(
-            limits,
-            budget_tokens=engine.budget_tokens,
-            max_num_seqs=engine.max_num_seqs,
-            kv_tokens=engine.kv_tokens,
-            block_size=engine.block_size,
-        )
+    limits = limits_of(profile, args.ttft_slo_ms)
     asked: dict[str, Any] = {
         name: getattr(args, name)
         for name in ("budget_tokens", "max_num_seqs", "kv_tokens")

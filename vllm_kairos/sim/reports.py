@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from vllm_kairos.core.fleet import NodeState, PrefillWork
@@ -29,7 +30,8 @@ class NodeReports:
         self._node = node
         self._cluster = cluster
         self._period_ms = cluster.settings.heartbeat_ms
-        self._next_ms = 0.0
+        # Nobody looks at the reports a blind policy would get.
+        self._next_ms = math.inf if cluster.policy.blind else 0.0
         self.beat_ms = 0.0
         self._last = state_of(node, cluster, 0.0)
 
@@ -84,6 +86,7 @@ def state_of(node: SimNode, cluster: Cluster, now_ms: float) -> NodeState:
         node.awaiting_tokens,
         free_kv_tokens=node.kv.free_blocks * limits.block_size,
         link=cluster.settings.link,
+        limit_ms=node.rule.limit_ms,
         step_in_flight_ms=(
             max(0.0, node.step_start_ms + node.predicted_ms - now_ms)
             if node.busy

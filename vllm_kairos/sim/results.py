@@ -114,7 +114,8 @@ def summarize(rows: Sequence[Row], tau_ms: float, ttft_slo_ms: float) -> dict[st
         tokens), ``slo_attainment`` (of all requests, a rejected one misses),
         ``ttft_attainment``, ``output_tokens_per_s`` and
         ``total_tokens_per_s`` from first arrival to last token, and
-        ``ttft_parts_ms_p95``: the P95 of each part by itself.
+        ``ttft_parts_ms_p95``: the P95 of each part by itself, and of
+        ``first_step`` and ``decode_wait``, which make up ``decode_queue``.
     """
     served = [r for r in rows if not r["rejected"]]
     ttft = np.array([r["ttft_ms"] for r in served])
@@ -129,6 +130,8 @@ def summarize(rows: Sequence[Row], tau_ms: float, ttft_slo_ms: float) -> dict[st
     parts = {}
     for part in (*TTFT_PARTS, "first_step"):
         parts[part] = percentiles([r[f"{part}_ms"] for r in served])["p95"]
+    waits = [r["decode_queue_ms"] - r["first_step_ms"] for r in served]
+    parts["decode_wait"] = percentiles(waits)["p95"]
     return {
         "requests": len(rows),
         "deflections": sum(bool(r["deflected"]) for r in rows),

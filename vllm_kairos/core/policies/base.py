@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal, TypeVar
 
+from vllm_kairos.core.chunk_rule import ChunkRule, PlannedRule
 from vllm_kairos.core.fleet import Fleet, NodeState, Request
 from vllm_kairos.core.route import Route
 from vllm_kairos.core.settings import Settings
@@ -139,6 +140,10 @@ class Policy(abc.ABC):
             which no deployed system has.
     """
 
+    #: Requests wait in the policy's own queue: `enqueue` and `assign` are
+    #: called in place of `route`.
+    late = False
+
     name: ClassVar[str]
     source: ClassVar[str]
     sees: ClassVar[Literal["reports", "ledger", "truth"]] = "ledger"
@@ -168,6 +173,31 @@ class Policy(abc.ABC):
         cannot move one and never asks.
         """
         return ()
+
+    def chunk_rule(self, model: StepModel) -> ChunkRule:
+        """How the simulated engine sizes chunks; a live one has settings."""
+        return PlannedRule()
+
+    @property
+    def waiting(self) -> int:
+        """Requests in the policy's queue."""
+        return 0
+
+    def enqueue(self, request: Request) -> None:
+        """Put a request into the queue of a policy that binds late."""
+        raise TypeError(f"policy {self.name!r} binds requests when they arrive")
+
+    def withdraw(self, request_id: str) -> None:
+        """Take a request out of the queue: its client has left."""
+        return
+
+    def assign(self, fleet: Fleet) -> list[tuple[Request, Route]]:
+        """Requests of the queue to be sent now, and where.
+
+        Called whenever something has happened that could free a node, and at
+        least once a heartbeat while requests wait.
+        """
+        return []
 
     def finished(self, request: Request, route: Route) -> None:
         """Told when a request that `route` sent somewhere has finished."""

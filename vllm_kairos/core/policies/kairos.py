@@ -1,145 +1,466 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kairos: the literal Algorithm 1, and ours on the same skeleton."""
+"""Kairos beyond the paper: late binding over the full estimates of both paths."""
 
 from __future__ import annotations
 
-from vllm_kairos.core.decision import decide, eq6_ms
-from vllm_kairos.core.fleet import Fleet, NodeState, Request
+import bisect
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from vllm_kairos.core.chunk_rule import AdaptiveRule, ChunkRule, PlannedRule
+from vllm_kairos.core.decision import Deflection, decide
+from vllm_kairos.core.feedback import Feedback
+from vllm_kairos.core.fleet import Fleet, NodeState, PrefillWork, Request
+from vllm_kairos.core.on_time import Job, on_time_order
 from vllm_kairos.core.policies.base import Policy, RoundRobin, register
-from vllm_kairos.core.policies.disagg import least_loaded_decode, least_ttft
-from vllm_kairos.core.prefill import ttft_prefill_paper_ms
-from vllm_kairos.core.route import Estimates, Route
-from vllm_kairos.core.schedule import (
-    Schedule,
-    closed_form_schedule,
-    paper_schedule,
+from vllm_kairos.core.policies.disagg import least_loaded_decode
+from vllm_kairos.core.prefill import (
+    drain_ms,
+    marginal_prefill_ms,
+    ttft_prefill_ms,
+    ttft_prefill_paper_ms,
 )
+from vllm_kairos.core.route import Estimates, Route
+from vllm_kairos.core.schedule import Schedule, closed_form_schedule, paper_schedule
 from vllm_kairos.core.settings import Settings
+from vllm_kairos.core.step_model import StepModel
+
+#: Requests looked at in one decision, from the front of the queue.
+_WINDOW = 256
+#: Of those, how many a decode node is offered.
+_OFFERED = 48
+#: Prompt by which the speed of a decode node is told.
+_TYPICAL_TOKENS = 2048
 
 
-@register
-class KairosPaper(Policy):
-    """Algorithm 1 as printed (paper §4.4).
+@dataclass(slots=True)
+class Waiting:
+    """A request in the queue, with what the order goes by."""
 
-    The prefill node is assigned round robin, TTFTs are Eq. 1 to 3 and Eq. 6
-    without transfer, cache or decode-side queue, the schedule is greedy over
-    X, and a decode node takes one deflected request at a time.
-
-    Args:
-        settings: SLOs, margins and candidates.
-        literal_progress: Count a whole chunk as served, as the algorithm
-            prints it, instead of the ``chi - B`` of §3.2.
-    """
-
-    name = "kairos-paper"
-    source = "Kairos, Algorithm 1"
-    sees = "reports"
-
-    def __init__(self, settings: Settings, literal_progress: bool = True):
-        super().__init__(settings)
-        self.literal_progress = literal_progress
-        self._prefill = RoundRobin()
-        self._decode = RoundRobin()
-
-    def route(self, request: Request, fleet: Fleet) -> Route:
-        s = self.settings
-        prefill = self._prefill.pick(fleet.prefill)
-        kept_decode = self._decode.pick(fleet.decode)
-        if prefill.model is None or not prefill.fresh:
-            return Route(prefill.node, kept_decode.node, reason="no_state")
-        ttft_pf = ttft_prefill_paper_ms(prefill, request.prompt_tokens)
-
-        def build(node: NodeState) -> Schedule | None:
-            assert node.model is not None
-            return paper_schedule(
-                node.model,
-                node.decodes,
-                node.decode_kv_tokens,
-                request.prompt_tokens,
-                [c for c in s.candidates if c <= node.budget_tokens],
-                s.limit_ms,
-                literal_progress=self.literal_progress,
-            )
-
-        available = [n for n in fleet.decode if takes_deflections(n, request)]
-        found = decide(available, ttft_pf, s, build, eq6_ms)
-        if found is None:
-            reason = "infeasible" if available else "unavailable"
-            estimates = Estimates(ttft_prefill_ms=ttft_pf)
-            return Route(prefill.node, kept_decode.node, (), estimates, reason)
-        estimates = Estimates(ttft_pf, found.ttft_ms, found.schedule.step_ms)
-        if not found.accepted:
-            return Route(prefill.node, kept_decode.node, (), estimates, "kept")
-        node = found.node.node
-        return Route(node, node, found.schedule.chunks, estimates, "deflected")
+    request: Request
+    job: Job
 
 
 @register
 class Kairos(Policy):
-    """Algorithm 1 with what the paper leaves out.
+    """Algorithm 1 with what the paper leaves out, each part a setting.
 
-    The prefill node is the one with the least TTFT, counted in full (queue in
-    its real order, cached prefix, transfer, the wait for a decode step); a
-    kept request decodes where the predicted step is shortest; chunks are the
-    largest safe ones in closed form; requests whose KV is on its way to a
-    decode node count as decoding there already.
+    Args:
+        settings: SLOs and margins.
+        dispatch: ``late``: requests wait here until a prefill node is about to
+            run dry or a decode node has headroom; ``eager``: bound to a node
+            when they arrive.
+        chunks: ``adaptive``: the engine sizes each chunk by its true state;
+            ``planned``: by the schedule sent.
+        order: Of the queue: ``on_time`` (Moore-Hodgson), ``deadline`` or
+            ``arrival``.
+        several: Deflected prefills in flight on a decode node: any number, or
+            one.
+        sizes: ``continuous``: chunks in closed form; ``candidates``: of X.
+        ttft: ``exact``: the queue packed into steps as vLLM does;
+            ``paper``: Eq. 2 and 3.
+        balance: The prefill node: ``least`` predicted TTFT or
+            ``round_robin``.
+        transfer: Count the KV transfer and the wait for a decode step.
+        lead_ms: Work a node is kept supplied with, so that it does not idle
+            between two looks at it.
+        oldest_slos: A request older than this many TTFT SLOs goes first.
     """
 
     name = "kairos"
     source = "Kairos, Algorithm 1, extended"
 
-    def route(self, request: Request, fleet: Fleet) -> Route:
+    def __init__(
+        self,
+        settings: Settings,
+        dispatch: str = "late",
+        chunks: str = "adaptive",
+        order: str = "on_time",
+        several: bool = True,
+        sizes: str = "continuous",
+        ttft: str = "exact",
+        balance: str = "least",
+        transfer: bool = True,
+        lead_ms: float = 150.0,
+        oldest_slos: float = 8.0,
+    ):
+        super().__init__(settings)
+        for option, value, known in (
+            ("dispatch", dispatch, ("late", "eager")),
+            ("chunks", chunks, ("adaptive", "planned")),
+            ("order", order, ("on_time", "deadline", "arrival")),
+            ("sizes", sizes, ("continuous", "candidates")),
+            ("ttft", ttft, ("exact", "paper")),
+            ("balance", balance, ("least", "round_robin")),
+        ):
+            if value not in known:
+                raise ValueError(f"{option} is {value!r}, expected one of {known}")
+        self.late = dispatch == "late"
+        self.chunks = chunks
+        self.order = order
+        self.several = several
+        self.sizes = sizes
+        self.ttft = ttft
+        self.balance = balance
+        self.transfer = transfer
+        self.lead_ms = lead_ms
+        self.oldest_ms = oldest_slos * settings.ttft_slo_ms
+        self._prefill = RoundRobin()
+        self._queue: list[Waiting] = []
+
+    def chunk_rule(self, model: StepModel) -> ChunkRule:
+        if self.chunks == "planned":
+            return PlannedRule()
         s = self.settings
-        kept_decode = least_loaded_decode(request, fleet)
-        prefill, ttft_pf = least_ttft(request, fleet)
+        return AdaptiveRule(model, Feedback(s.tau_ms, s.beta))
+
+    # --------------------------------------------------------------- eager
+
+    def route(self, request: Request, fleet: Fleet) -> Route:
+        decode = least_loaded_decode(request, fleet)
+        prefill, ttft_pf = self._best_prefill(request, fleet.prefill, decode)
         if ttft_pf is None:
-            return Route(prefill.node, kept_decode.node, reason="no_state")
-        if kept_decode.model is not None:
-            ttft_pf += kept_decode.model.step_ms(
-                kept_decode.decodes + kept_decode.awaiting_kv + 1,
-                kept_decode.decode_kv_tokens
-                + kept_decode.awaiting_kv_tokens
-                + request.prompt_tokens,
-            )
+            return Route(prefill.node, decode.node, reason="no_state")
+        found = self._deflection(request, fleet.decode, ttft_pf)
+        return self._resolve(prefill, decode, ttft_pf, found)
 
-        def build(node: NodeState) -> Schedule | None:
-            assert node.model is not None
-            return closed_form_schedule(
-                node.model,
-                node.decodes + node.awaiting_kv,
-                node.decode_kv_tokens + node.awaiting_kv_tokens,
-                request.prompt_tokens,
-                node.budget_tokens,
-                s.limit_ms,
-                cached_tokens=request.cached.get(node.node, 0),
-            )
-
-        def ttft_decode(node: NodeState, schedule: Schedule) -> float:
-            return node.step_in_flight_ms + schedule.total_ms
-
-        available = [n for n in fleet.decode if takes_deflections(n, request)]
-        found = decide(available, ttft_pf, s, build, ttft_decode)
+    def _resolve(
+        self,
+        prefill: NodeState,
+        decode: NodeState,
+        ttft_pf: float,
+        found: Deflection | None,
+    ) -> Route:
         if found is None:
-            reason = "infeasible" if available else "unavailable"
-            estimates = Estimates(ttft_prefill_ms=ttft_pf)
-            return Route(prefill.node, kept_decode.node, (), estimates, reason)
+            return Route(
+                prefill.node, decode.node, (), Estimates(ttft_pf), "infeasible"
+            )
         estimates = Estimates(ttft_pf, found.ttft_ms, found.schedule.step_ms)
         if not found.accepted:
-            return Route(prefill.node, kept_decode.node, (), estimates, "kept")
+            return Route(prefill.node, decode.node, (), estimates, "kept")
         node = found.node.node
         return Route(node, node, found.schedule.chunks, estimates, "deflected")
 
+    # ----------------------------------------------------------- estimates
 
-def takes_deflections(node: NodeState, request: Request) -> bool:
-    """Whether a decode node may be given a deflected prefill at all.
+    def _best_prefill(
+        self, request: Request, nodes: Iterable[NodeState], decode: NodeState
+    ) -> tuple[NodeState, float | None]:
+        """The prefill node and its TTFT; no TTFT where no node is known."""
+        nodes = list(nodes)
+        known = [n for n in nodes if n.model is not None and n.fresh]
+        if not known:
+            fewest = min(nodes, key=lambda n: sum(w.tokens for w in n.prefills))
+            return fewest, None
+        if self.balance == "round_robin":
+            known = [self._prefill.pick(known)]
+        step = self._decode_step_ms(request, decode)
+        estimated = [(self._ttft_prefill_ms(request, n, step), n) for n in known]
+        ttft, node = min(estimated, key=lambda pair: pair[0])
+        return node, ttft
 
-    It has a profile, a fresh state, KV room for the prompt, and no deflected
-    prefill in flight (the paper's one per decode node, §5.3).
-    """
-    return (
-        node.model is not None
-        and node.fresh
-        and not node.deflected
-        and node.free_kv_tokens > request.prompt_tokens
-        and node.decodes + node.awaiting_kv < node.max_num_seqs
-    )
+    def _ttft_prefill_ms(
+        self, request: Request, node: NodeState, decode_step_ms: float
+    ) -> float:
+        if self.ttft == "paper":
+            ttft = ttft_prefill_paper_ms(node, request.prompt_tokens)
+            return ttft + self._transfer_ms(request, node) + decode_step_ms
+        cached = request.cached.get(node.node, 0)
+        if self.transfer:
+            return ttft_prefill_ms(node, request.prompt_tokens, cached, decode_step_ms)
+        return ttft_prefill_ms(
+            replace(node, link=None), request.prompt_tokens, cached, 0.0
+        )
+
+    def _transfer_ms(self, request: Request, node: NodeState) -> float:
+        if not self.transfer or node.link is None:
+            return 0.0
+        return node.link.transfer_ms(request.prompt_tokens, node.link_backlog_bytes)
+
+    def _decode_step_ms(self, request: Request, node: NodeState) -> float:
+        """The step of a decode node with the request in it."""
+        if node.model is None or not self.transfer:
+            return 0.0
+        return node.model.step_ms(
+            node.decodes + node.awaiting_kv + 1,
+            node.decode_kv_tokens + node.awaiting_kv_tokens + request.prompt_tokens,
+        )
+
+    def _limit_ms(self, node: NodeState) -> float:
+        """Bound on a step there: what the engine says is in force, or ours."""
+        if self.chunks == "adaptive" and node.limit_ms is not None:
+            return min(node.limit_ms, self.settings.tau_ms)
+        return self.settings.limit_ms
+
+    def _schedule(
+        self, node: NodeState, prompt_tokens: int, cached_tokens: int
+    ) -> Schedule | None:
+        assert node.model is not None
+        decodes = node.decodes + node.awaiting_kv
+        kv_tokens = node.decode_kv_tokens + node.awaiting_kv_tokens
+        if self.sizes == "continuous":
+            return closed_form_schedule(
+                node.model,
+                decodes,
+                kv_tokens,
+                prompt_tokens,
+                node.budget_tokens,
+                self._limit_ms(node),
+                cached_tokens=cached_tokens,
+            )
+        return paper_schedule(
+            node.model,
+            decodes,
+            kv_tokens,
+            prompt_tokens,
+            [c for c in self.settings.candidates if c <= node.budget_tokens],
+            self._limit_ms(node),
+            cached_tokens=cached_tokens,
+        )
+
+    def _queued_ms(self, node: NodeState) -> float | None:
+        """Time the deflected prefills there still take; `None` for no end."""
+        total = node.step_in_flight_ms
+        for work in (*node.deflected, *node.prefills):
+            schedule = self._schedule(node, work.tokens + work.computed, work.computed)
+            if schedule is None:
+                return None
+            total += schedule.total_ms
+        return max(0.0, total - node.worked_off_ms)
+
+    def _deflection(
+        self,
+        request: Request,
+        nodes: Iterable[NodeState],
+        ttft_pf: float | None,
+        most_ms: float | None = None,
+    ) -> Deflection | None:
+        queued: dict[str, float] = {}
+
+        def build(node: NodeState) -> Schedule | None:
+            wait = self._queued_ms(node)
+            if wait is None:
+                return None
+            queued[node.node] = wait
+            cached = request.cached.get(node.node, 0)
+            return self._schedule(node, request.prompt_tokens, cached)
+
+        def ttft_decode(node: NodeState, schedule: Schedule) -> float:
+            return queued[node.node] + schedule.total_ms
+
+        settings = self.settings
+        if most_ms is not None:
+            settings = replace(settings, ttft_slo_ms=max(most_ms, 1e-3))
+        available = [n for n in nodes if self._takes(n, request)]
+        return decide(available, ttft_pf, settings, build, ttft_decode)
+
+    def _takes(self, node: NodeState, request: Request) -> bool:
+        """Whether a decode node may be given a deflected prefill at all."""
+        return (
+            node.model is not None
+            and node.fresh
+            and (self.several or not node.deflected)
+            and node.free_kv_tokens > request.prompt_tokens
+            and node.decodes + node.awaiting_kv + len(node.deflected)
+            < node.max_num_seqs
+        )
+
+    # ---------------------------------------------------------------- late
+
+    @property
+    def waiting(self) -> int:
+        return len(self._queue)
+
+    def enqueue(self, request: Request) -> None:
+        deadline = request.arrival_ms + self.settings.ttft_slo_ms
+        job = Job(request.request_id, request.arrival_ms, deadline, 0.0)
+        bisect.insort(
+            self._queue, Waiting(request, job), key=lambda w: w.job.deadline_ms
+        )
+
+    def withdraw(self, request_id: str) -> None:
+        self._queue = [w for w in self._queue if w.request.request_id != request_id]
+
+    def assign(self, fleet: Fleet) -> list[tuple[Request, Route]]:
+        if not self._queue:
+            return []
+        known = [n for n in fleet.prefill if n.model is not None and n.fresh]
+        if not known:
+            # Nothing is known that would make waiting worth it.
+            taken = [w.request for w in self._queue]
+            self._queue.clear()
+            return [(request, self.route(request, fleet)) for request in taken]
+        return _Assignment(self, fleet, known).run()
+
+
+class _Assignment:
+    """One look at the queue and the nodes: who is sent where, now."""
+
+    def __init__(self, policy: Kairos, fleet: Fleet, known: list[NodeState]):
+        self.policy = policy
+        self.fleet = fleet
+        self.prefill = {n.node: n for n in known}
+        self.decode = {n.node: n for n in fleet.decode}
+        self.drain = {n.node: self._drain_ms(n) for n in known}
+        self.routed: list[tuple[Request, Route]] = []
+
+    def run(self) -> list[tuple[Request, Route]]:
+        lead = self.policy.lead_ms
+        decodes_ready = self._ready_decodes()
+        if min(self.drain.values()) > lead and not decodes_ready:
+            return []
+        queue = self._ordered()
+        while queue:
+            name = min(self.drain, key=self.drain.__getitem__)
+            if self.drain[name] > lead:
+                break
+            self._send_first(queue, name)
+        for name in decodes_ready:
+            while queue and self._offer(queue, name):
+                pass
+        taken = {request.request_id for request, _ in self.routed}
+        if taken:
+            self.policy._queue = [
+                w for w in self.policy._queue if w.request.request_id not in taken
+            ]
+        return self.routed
+
+    def _drain_ms(self, node: NodeState) -> float:
+        """Time until a prefill node runs dry."""
+        assert node.model is not None
+        queue = [w for w in node.prefills if w.tokens > 0]
+        total = node.step_in_flight_ms
+        if queue:
+            total += drain_ms(node.model, queue, node.budget_tokens)
+        return max(0.0, total - node.worked_off_ms)
+
+    def _ready_decodes(self) -> list[str]:
+        """Decode nodes with headroom and little deflected work, best first."""
+        ready = []
+        for node in self.fleet.decode:
+            if node.model is None or not node.fresh:
+                continue
+            if node.deflected and not self.policy.several:
+                continue
+            queued = self.policy._queued_ms(node)
+            if queued is not None and queued <= self.policy.lead_ms:
+                ready.append((queued, node.node))
+        return [name for _, name in sorted(ready)]
+
+    def _ordered(self) -> list[Waiting]:
+        policy = self.policy
+        window = policy._queue[:_WINDOW]
+        node = next(iter(self.prefill.values()))
+        assert node.model is not None
+        for waiting in window:
+            job = waiting.job
+            if job.work_ms == 0.0:
+                request = waiting.request
+                job.work_ms = marginal_prefill_ms(
+                    node.model,
+                    request.prompt_tokens,
+                    request.cached.get(node.node, 0),
+                    node.budget_tokens,
+                )
+                job.deadline_ms -= policy._transfer_ms(request, node)
+                if policy.transfer:
+                    job.deadline_ms -= policy.settings.tau_ms
+        if policy.order == "arrival":
+            return sorted(window, key=lambda w: w.job.arrival_ms)
+        if policy.order == "deadline":
+            return window
+        by_key = {w.job.key: w for w in window}
+        jobs = sorted((w.job for w in window), key=lambda j: j.deadline_ms)
+        in_time, late = on_time_order(
+            jobs,
+            self.fleet.now_ms,
+            sum(self.drain.values()) / len(self.drain),
+            self._speed(),
+            policy.oldest_ms,
+        )
+        return [by_key[job.key] for job in (*in_time, *late)]
+
+    def _speed(self) -> float:
+        """Prefill nodes the fleet is worth, its decode nodes' headroom included."""
+        node = next(iter(self.prefill.values()))
+        assert node.model is not None
+        work = marginal_prefill_ms(node.model, _TYPICAL_TOKENS, 0, node.budget_tokens)
+        speed = float(len(self.prefill))
+        for decode in self.fleet.decode:
+            if decode.model is None or not decode.fresh:
+                continue
+            schedule = self.policy._schedule(decode, _TYPICAL_TOKENS, 0)
+            if schedule is not None:
+                speed += work / schedule.total_ms
+        return speed
+
+    def _send_first(self, queue: list[Waiting], name: str) -> None:
+        """The first of the queue goes to a prefill node, or where it is faster."""
+        policy = self.policy
+        waiting = queue.pop(0)
+        request = waiting.request
+        fleet = Fleet((), list(self.decode.values()), self.fleet.now_ms)
+        decode = least_loaded_decode(request, fleet)
+        node = self.prefill[name]
+        step = policy._decode_step_ms(request, decode)
+        ttft_pf = (
+            self.drain[name]
+            + waiting.job.work_ms
+            + policy._transfer_ms(request, node)
+            + step
+        )
+        route = Route(node.node, decode.node, (), Estimates(ttft_pf), "prefill")
+        self._routed(request, route)
+        self.drain[name] += waiting.job.work_ms
+        self.decode[decode.node] = replace(
+            decode,
+            expected=decode.expected + 1,
+            expected_kv_tokens=decode.expected_kv_tokens + request.prompt_tokens,
+        )
+
+    def _offer(self, queue: list[Waiting], name: str) -> bool:
+        """Give a decode node the request it gains most on, if there is one."""
+        policy = self.policy
+        node = self.decode[name]
+        queued = policy._queued_ms(node)
+        if queued is None or queued > policy.lead_ms:
+            return False
+        least_drain = min(self.drain.values())
+        ahead = 0.0
+        now = self.fleet.now_ms
+        prefill = next(iter(self.prefill.values()))
+        best: tuple[float, int, Deflection, float] | None = None
+        for place, waiting in enumerate(queue[:_OFFERED]):
+            request = waiting.request
+            work = waiting.job.work_ms
+            ttft_pf = (
+                least_drain
+                + ahead / len(self.prefill)
+                + work
+                + policy._transfer_ms(request, prefill)
+                + policy._decode_step_ms(request, node)
+            )
+            ahead += work
+            left = request.arrival_ms + policy.settings.ttft_slo_ms - now
+            found = policy._deflection(
+                request, (node,), ttft_pf, left if left > 0 else ttft_pf
+            )
+            if found is None or not found.accepted:
+                continue
+            cost = (found.ttft_ms - queued) / work
+            if best is None or cost < best[0]:
+                best = (cost, place, found, ttft_pf)
+        if best is None:
+            return False
+        _, place, found, ttft_pf = best
+        request = queue.pop(place).request
+        estimates = Estimates(ttft_pf, found.ttft_ms, found.schedule.step_ms)
+        route = Route(name, name, found.schedule.chunks, estimates, "deflected")
+        self._routed(request, route)
+        self.decode[name] = replace(
+            node, deflected=[*node.deflected, PrefillWork(request.prompt_tokens)]
+        )
+        return policy.several
+
+    def _routed(self, request: Request, route: Route) -> None:
+        self.routed.append((request, route))
