@@ -186,6 +186,18 @@ def test_without_prefill_only_steps_the_predictor_is_derived_and_said_so():
     assert fit.model().step_ms(0, 0, 1000) == pytest.approx(expected, rel=0.6)
 
 
+def test_without_short_prompts_the_decode_step_holds_the_intercept():
+    truth = StepModel(
+        Predictor({"1": 12.2, "c": 0.02}), TRUTH.decode, Predictor({"c": 0.02})
+    )
+    steps = synthetic_steps(300, noise=0.04, model=truth)
+    short = steps.is_prefill & (steps.prefill_tokens < 2500)
+    long = np.flatnonzero(steps.is_prefill & ~short)[:10]
+    rows = np.concatenate([np.flatnonzero(~steps.is_prefill), long])
+    model = fit_steps(steps.take(rows)).model()
+    assert model.step_ms(0, 0, 64) == pytest.approx(truth.step_ms(0, 0, 64), rel=0.12)
+
+
 def test_a_log_of_strays_only_is_a_misfit_not_strays():
     predicted = np.full(100, 10.0)
     measured = np.where(np.arange(100) < 30, 100.0, 10.0)

@@ -17,7 +17,14 @@ from sklearn.linear_model import LinearRegression
 from sklearn.model_selection import KFold
 
 from vllm_kairos.core.profile import FittedPredictor
-from vllm_kairos.core.step_model import TERMS, Array, Combine, Predictor, StepModel
+from vllm_kairos.core.step_model import (
+    TERMS,
+    Array,
+    Combine,
+    Predictor,
+    StepModel,
+    feature_matrix,
+)
 from vllm_kairos.files import UserError
 from vllm_kairos.profiling import clean
 from vllm_kairos.profiling.errors import (
@@ -191,7 +198,9 @@ def fit_steps(steps: Steps, seed: int = 0) -> Fit:
     baseline = features @ np.asarray(decode.predictor.vector())
     mixed = _fit_phase("mixed", measured, features, latency, seed, baseline)
     if int(measured.is_prefill.sum()) >= FEWEST_STEPS["prefill"]:
-        prefill = _fit_phase("prefill", measured, features, latency, seed)
+        prefill = _fit_phase(
+            "prefill", measured, features, latency, seed, anchor=_anchor(decode)
+        )
     else:
         prefill = _prefill_from_mixed(measured, decode, mixed)
         notes.append(
@@ -237,6 +246,7 @@ def _fit_phase(
     latency: Array,
     seed: int,
     baseline: Array | None = None,
+    anchor: tuple[Array, Array] | None = None,
 ) -> PhaseFit:
     rows = np.flatnonzero(steps.phase(phase))
     x = features[rows]
@@ -249,7 +259,7 @@ def _fit_phase(
     for form in FORMS[phase]:
         held_out = np.empty_like(y)
         for train, test in folds:
-            fitted, _ = _without_strays(form, x[train], y[train], base[train])
+            fitted, _ = _without_strays(form, x[train], y[train], base[train], anchor)
             held_out[test] = _combine(form, x[test] @ fitted.vector, base[test])
         tried[form.name] = 100.0 * float(np.mean(np.abs(held_out - y) / y))
         if chosen is None or (tried[form.name] < _WORTH_A_TERM * tried[chosen[0].name]):
@@ -257,7 +267,7 @@ def _fit_phase(
     assert chosen is not None
     form, held_out = chosen
 
-    fitted, strays = _without_strays(form, x, y, base)
+    fitted, strays = _without_strays(form, x, y, base, anchor)
     terms = {
         TERMS[i]: float(fitted.vector[i])
         for i in fitted.columns
@@ -294,10 +304,35 @@ def _combine(form: Form, terms_ms: Array, baseline_ms: Array) -> Array:
     return terms_ms + baseline_ms
 
 
+def _anchor(decode: PhaseFit) -> tuple[Array, Array]:
+    """One row that a prefill log often lacks: the shortest step there is.
+
+    To prefill one token is to decode one token: the same weights are read for
+    the same arithmetic. It holds the intercept where no short prompt was
+    seen, and weighs no more than any other row.
+    """
+    one = feature_matrix([0], [0], [1], [0], [1])
+    terms = decode.predictor.terms
+    return one, np.array([terms.get("1", 0.0) + terms.get("B", 0.0)])
+
+
 def _without_strays(
-    form: Form, x: Array, y: Array, baseline: Array
+    form: Form,
+    x: Array,
+    y: Array,
+    baseline: Array,
+    anchor: tuple[Array, Array] | None = None,
 ) -> tuple[_Weights, npt.NDArray[np.bool_]]:
     """A robust fit, and the rows it was done without."""
+    if anchor is not None and anchor[1][0] > 0.0:
+        row, latency = anchor
+        fitted, strays = _without_strays(
+            form,
+            np.concatenate([x, row]),
+            np.concatenate([y, latency]),
+            np.concatenate([baseline, [0.0]]),
+        )
+        return fitted, strays[:-1]
     fitted = _robust(form, x, y, baseline)
     strays = clean.stray(_combine(form, x @ fitted.vector, baseline), y)
     if strays.any():
