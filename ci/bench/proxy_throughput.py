@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Requests per second of our proxy and of vLLM's bundled ones.
 
-All in front of the same stub backends, in turn within each round, so that a
-busy machine slows every one alike. The last line of stdout is one JSON
-object. Exit code 1 where ours is slower than the faster bundled script.
+All in front of the same stub backends, in turn within each round. A proxy is
+one process bound by one core, so what it can do is judged by the requests it
+serves per second of CPU time, which neighbours on a busy machine do not take
+from it; requests per second of wall time are printed beside. The last line of
+stdout is one JSON object. Exit code 1 where ours serves fewer than the faster
+bundled script.
 """
 
 from __future__ import annotations
@@ -278,8 +281,15 @@ def main() -> int:
         )
     ours = [c for c in measured if c.name.startswith("vllm-kairos")]
     bundled = [c for c in measured if c not in ours]
+
     # Paired within a round: all of them met the same machine.
     ratio = min(
+        statistics.median(
+            min(c.cpu_ms[i] for c in bundled) / mine for i, mine in enumerate(o.cpu_ms)
+        )
+        for o in ours
+    )
+    wall_ratio = min(
         statistics.median(
             mine / max(c.rates[i] for c in bundled) for i, mine in enumerate(o.rates)
         )
@@ -297,6 +307,7 @@ def main() -> int:
                     c.name: round(statistics.median(c.cpu_ms), 4) for c in measured
                 },
                 "ratio_to_faster_bundled": round(ratio, 3),
+                "ratio_of_wall_rates": round(wall_ratio, 3),
                 "budget": 1.0,
                 "met": met,
             }
