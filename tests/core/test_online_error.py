@@ -31,7 +31,7 @@ def test_errors_equal_those_recomputed_from_the_window(steps):
     relative = 100 * (predicted - measured) / measured
     error = tracker.errors()["decode"]
     assert error.count == len(steps)
-    assert error.mape_percent == pytest.approx(np.abs(relative).mean())
+    assert error.mape_percent == pytest.approx(np.abs(relative).mean(), abs=1e-9)
     assert error.bias_percent == pytest.approx(relative.mean(), abs=1e-9)
     assert error.p95_percent == pytest.approx(
         np.percentile(np.abs(relative), 95, method="inverted_cdf")

@@ -56,7 +56,15 @@ class PhaseError:
 class _Window:
     """Errors of the last steps of one phase, kept in order for quantiles."""
 
-    __slots__ = ("count", "_size", "_recent", "_ordered", "_ordered_error")
+    __slots__ = (
+        "count",
+        "_size",
+        "_recent",
+        "_ordered",
+        "_ordered_error",
+        "_sum",
+        "_sum_abs",
+    )
 
     def __init__(self, size: int):
         self.count = 0
@@ -64,6 +72,9 @@ class _Window:
         self._recent: deque[tuple[float, float]] = deque()
         self._ordered: list[float] = []
         self._ordered_error: list[float] = []
+        # Running sums: errors are asked for at every step.
+        self._sum = 0.0
+        self._sum_abs = 0.0
 
     def add(self, ratio: float, error: float) -> None:
         if len(self._recent) == self._size:
@@ -72,9 +83,13 @@ class _Window:
             del self._ordered_error[
                 bisect.bisect_left(self._ordered_error, abs(old_error))
             ]
+            self._sum -= old_error
+            self._sum_abs -= abs(old_error)
         self._recent.append((ratio, error))
         bisect.insort(self._ordered, ratio)
         bisect.insort(self._ordered_error, abs(error))
+        self._sum += error
+        self._sum_abs += abs(error)
         self.count += 1
 
     def __len__(self) -> int:
@@ -90,8 +105,8 @@ class _Window:
         index = max(math.ceil(0.95 * len(errors)) - 1, 0)
         return PhaseError(
             count=self.count,
-            mape_percent=100.0 * sum(errors) / len(errors),
-            bias_percent=100.0 * sum(e for _, e in self._recent) / len(errors),
+            mape_percent=100.0 * max(self._sum_abs, 0.0) / len(errors),
+            bias_percent=100.0 * self._sum / len(errors),
             p95_percent=100.0 * errors[index],
             late_p95=self.late(0.95),
         )
