@@ -100,12 +100,16 @@ class _Window:
         index = math.ceil(quantile * len(self._ordered)) - 1
         return self._ordered[max(index, 0)]
 
+    def mape_percent(self) -> float:
+        """Mean absolute error, without the rest of `error`."""
+        return 100.0 * max(self._sum_abs, 0.0) / len(self._recent)
+
     def error(self) -> PhaseError:
         errors = self._ordered_error
         index = max(math.ceil(0.95 * len(errors)) - 1, 0)
         return PhaseError(
             count=self.count,
-            mape_percent=100.0 * max(self._sum_abs, 0.0) / len(errors),
+            mape_percent=self.mape_percent(),
             bias_percent=100.0 * self._sum / len(errors),
             p95_percent=100.0 * errors[index],
             late_p95=self.late(0.95),
@@ -167,8 +171,8 @@ class OnlineError:
         for phase, window in self._windows.items():
             if phase in self._warned or len(window) < FEWEST_STEPS:
                 continue
-            error = window.error()
-            if error.mape_percent > self._warn_percent:
+            if window.mape_percent() > self._warn_percent:
+                error = window.error()
                 self._warned.add(phase)
                 return (
                     f"step predictions for {phase} steps are off by "
