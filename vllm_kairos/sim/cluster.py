@@ -282,8 +282,9 @@ class Cluster:
         node.step_start_ms = now
         node.predicted_ms = predicted
         node.step_end_ms = now + true_ms
-        if load.prefill_tokens or load.decodes != len(node.running):
-            self._note_starts(node, now)
+        for request in node.joined:
+            if request.user.prefill_start_ms < 0:
+                request.user.prefill_start_ms = now
         self._number += 1
         heapq.heappush(
             self._events, (node.step_end_ms, self._number, self._end_step, node)
@@ -300,12 +301,6 @@ class Cluster:
                     else plan.decode_scale
                 )
         return 1.0
-
-    def _note_starts(self, node: SimNode, now: float) -> None:
-        for request, _ in node.scheduled:
-            user = request.user
-            if user.prefill_start_ms < 0:
-                user.prefill_start_ms = now
 
     def _end_step(self, node: SimNode) -> None:
         now = self.now_ms

@@ -44,6 +44,7 @@ class Node:
         scheduled: ``(leg, tokens)`` of the step in flight.
         load: What that step holds.
         preempted: Legs preempted by the last `schedule`.
+        joined: Legs that joined `running` in it.
         overrides: Steps that gave a held prefill a chunk without headroom.
     """
 
@@ -65,6 +66,7 @@ class Node:
         "scheduled",
         "load",
         "preempted",
+        "joined",
         "overrides",
         "_limiting",
         "_shares",
@@ -90,6 +92,7 @@ class Node:
         self.scheduled: list[tuple[EngineRequest, int]] = []
         self.load = StepLoad()
         self.preempted: list[EngineRequest] = []
+        self.joined: list[EngineRequest] = []
         self.overrides = 0
         self._limiting = False
         self._shares: dict[EngineRequest, int] | None = None
@@ -137,6 +140,7 @@ class Node:
         """
         self.loads = []
         self.preempted = []
+        self.joined = []
         running = self.running
         if (
             len(running) == self.decodes
@@ -277,6 +281,7 @@ class Node:
                 break
             queue.pop()
             self.running.append(request)
+            self.joined.append(request)
             request.computed = computed
             request.phase = Phase.PREFILL
             self._stop_awaiting(request)
