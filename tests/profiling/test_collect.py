@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 
 from tests.profiling.stub_engine import StubEngine
-from tests.profiling.synthetic import TRUTH, synthetic_steps
+from tests.profiling.synthetic import TRUTH
 from vllm_kairos.files import UserError, load_profile
 from vllm_kairos.profiling import collect
 from vllm_kairos.profiling.collect import Target, profile_engine
-from vllm_kairos.profiling.errors import predict
 from vllm_kairos.profiling.session import LogTail, Session
 from vllm_kairos.profiling.steps import read_steps
 
@@ -40,10 +39,18 @@ async def test_an_engine_is_measured_fitted_and_validated_within_its_budget(tmp_
     held_out = profile.provenance["held_out_trace"]
     assert held_out["decode"]["count"] > 20
     assert held_out["decode"]["mape_percent"] < 4.0
-    other = synthetic_steps(seed=4).take(np.arange(200))
-    mixed = other.take(other.is_mixed & (other.prefill_tokens <= 1000))
-    wrong = predict(profile.step_model(), mixed) / predict(TRUTH, mixed) - 1
-    assert np.abs(wrong).mean() < 0.05
+    model = profile.step_model()
+    inside = [
+        (model.step_ms(b, k, c, p), TRUTH.step_ms(b, k, c, p))
+        for b in (1, 2, 4, 8, 16)
+        for k in (100 * b, 500 * b)
+        for c in (32, 128, 512)
+        for p in (0, 512)
+        if not model.estimate(b, k, c, p).extrapolated
+    ]
+    assert len(inside) > 20
+    predicted, true = np.array(inside).T
+    assert np.abs(predicted / true - 1).mean() < 0.05
     # The raw steps stay for the report, the session is over.
     names = sorted(path.name for path in (tmp_path / "out").iterdir())
     assert names == ["stub.json", "stub.steps.csv"]

@@ -2,7 +2,8 @@
 """Measure an engine: drive it, read its step log, fit, validate, write.
 
 The time budget is shared out among prompts alone, the grid and the replay.
-One replay in three is held out of the fit: the profile is validated on it.
+One replay in three, or the last of a short run, is held out of the fit: the
+profile is validated on it.
 """
 
 from __future__ import annotations
@@ -33,12 +34,14 @@ from vllm_kairos.profiling.session import LogTail, Session
 from vllm_kairos.profiling.steps import read_steps
 from vllm_kairos.profiling.transfers import measure_link
 
-#: Shares of the budget after which the next kind of cell begins.
-_ALONE_UNTIL = 0.15
-_GRID_UNTIL = 0.6
+#: Times that prompts alone, the grid and the replay take turns.
+_CYCLES = 2
+#: Shares of a cycle; the replay takes the rest.
+_ALONE_SHARE = 0.15
+_GRID_SHARE = 0.45
 #: Grid and prompts alone are run at most this often.
 _MOST_ROUNDS = 3
-#: Every third replay is held out of the fit.
+#: Segment of the replays that are held out of the fit.
 _HELD_OUT = "held-out"
 _SHORTEST_REPLAY_S = 2.0
 #: The engine writes its log every heartbeat; wait for at least two.
@@ -254,12 +257,20 @@ class _Run:
         return self._spent_s() < share * self.target.budget_s
 
     async def everything(self) -> None:
-        """Prompts alone, the grid, the replay."""
-        for number in range(1, _MOST_ROUNDS + 1):
-            await self._alone(number)
-        for number in range(1, _MOST_ROUNDS + 1):
-            await self._grid(number)
-        await self._replay()
+        """Prompts alone, the grid, the replay, in cycles.
+
+        A machine that others use drifts: each kind of step is measured early
+        and late, so that no coefficient stands for one moment only.
+        """
+        for cycle in range(1, _CYCLES + 1):
+            start, end = (cycle - 1) / _CYCLES, cycle / _CYCLES
+            alone_until = start + _ALONE_SHARE * (end - start)
+            for number in range(1, _MOST_ROUNDS + 1):
+                await self._alone(number, alone_until)
+            grid_until = start + (_ALONE_SHARE + _GRID_SHARE) * (end - start)
+            for number in range(1, _MOST_ROUNDS + 1):
+                await self._grid(number, grid_until)
+            await self._replay(cycle, end)
 
     async def _cell(
         self, name: str, segment: str, work: Callable[[], Awaitable[None]]
@@ -301,9 +312,9 @@ class _Run:
             return 2000.0
         return 1e3 * self._prefill_tokens / self._prefill_ms
 
-    async def _alone(self, number: int) -> None:
+    async def _alone(self, number: int, until: float) -> None:
         for cell in plan.alone_cells(self.bounds):
-            left = (_ALONE_UNTIL * self.target.budget_s) - self._spent_s()
+            left = until * self.target.budget_s - self._spent_s()
             if left <= 0:
                 return
             if cell.prompt_tokens > 0.5 * left * self._tokens_per_s:
@@ -314,13 +325,13 @@ class _Run:
                 functools.partial(run_alone, self.client, cell),
             )
 
-    async def _grid(self, number: int) -> None:
+    async def _grid(self, number: int, until: float) -> None:
         cells = plan.grid_cells(self.bounds)
-        share_s = (_GRID_UNTIL - _ALONE_UNTIL) * self.target.budget_s
+        share_s = _GRID_SHARE * self.target.budget_s
         # A short budget is spent on a few cells rather than on one.
         each_s = share_s / min(len(cells), max(8.0, self.target.budget_s / 20.0))
         for cell in cells:
-            left = _GRID_UNTIL * self.target.budget_s - self._spent_s()
+            left = until * self.target.budget_s - self._spent_s()
             tokens = min(each_s, left) * self._tokens_per_s
             if left <= 0:
                 return
@@ -335,34 +346,35 @@ class _Run:
                     cell,
                     cell.prompts(tokens),
                     self.bounds,
-                    functools.partial(self._in_time, _GRID_UNTIL),
+                    functools.partial(self._in_time, until),
                 ),
             )
 
-    async def _replay(self) -> None:
+    async def _replay(self, cycle: int, until: float) -> None:
         """Rounds of every load; the last of each three replays is held out."""
-        left = self.target.budget_s - self._spent_s()
-        rounds = max(1, round(left / 60.0))
+        end_s = until * self.target.budget_s
+        left = end_s - self._spent_s()
         sessions = [
-            (load, number, segment)
-            for number in range(1, rounds + 1)
+            (load, segment)
+            for _ in range(max(1, round(left / 60.0)))
             for segment in ("replay", "replay", _HELD_OUT)
             for load in plan.LOADS
         ]
         if left < 4.0 * len(sessions):
-            # Too short for all loads twice: one for the fit, one held out.
-            sessions = [(plan.LOADS[1], 1, "replay"), (plan.LOADS[1], 1, _HELD_OUT)]
+            # Too short for all loads: early cycles are fitted, the last tests.
+            segment = _HELD_OUT if cycle == _CYCLES else "replay"
+            sessions = [(plan.LOADS[1], segment)]
         prompt, output, full_rate = self._replay_shape()
         ran: set[str] = set()
-        for i, (load, number, segment) in enumerate(sessions):
-            duration = (self.target.budget_s - self._spent_s()) / (len(sessions) - i)
+        for i, (load, segment) in enumerate(sessions):
+            duration = (end_s - self._spent_s()) / (len(sessions) - i)
             if duration < _SHORTEST_REPLAY_S:
                 if segment in ran:
                     return
                 # However short the time: a profile is never left untested.
                 duration = _SHORTEST_REPLAY_S
             ran.add(segment)
-            name = f"{segment}-{load:g}#{number}.{i}"
+            name = f"{segment}-{load:g}#{cycle}.{i}"
             requests = plan.arrivals(
                 load * full_rate,
                 duration,
