@@ -85,7 +85,11 @@ def write(tmp_path: Path, name: str, text: str) -> Path:
 
 
 def test_four_formats_are_read(tmp_path: Path) -> None:
-    azure = "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03.9799600,4808,10\n2023-11-16 18:17:04.0319600,3180,8\n"
+    azure = (
+        "TIMESTAMP,ContextTokens,GeneratedTokens\n"
+        "2023-11-16 18:17:03.9799600,4808,10\n"
+        "2023-11-16 18:17:04.0319600,3180,8\n"
+    )
     rows = load_trace(write(tmp_path, "a.csv", azure))
     assert [(r.prompt_tokens, r.output_tokens) for r in rows] == [(4808, 10), (3180, 8)]
     assert rows[0].arrived_at_s == 0
@@ -93,7 +97,10 @@ def test_four_formats_are_read(tmp_path: Path) -> None:
     vidur = "arrived_at,num_prefill_tokens,num_decode_tokens\n7.5,10,2\n7.0,11,3\n"
     rows = load_trace(write(tmp_path, "v.csv", vidur))
     assert [(r.arrived_at_s, r.prompt_tokens) for r in rows] == [(0.0, 11), (0.5, 10)]
-    burst = "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type\n5,ChatGPT,472,18,490,API\n45,ChatGPT,10,0,10,API\n50,GPT-4,20,5,25,API\n"
+    burst = (
+        "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type\n"
+        "5,ChatGPT,472,18,490,API\n45,ChatGPT,10,0,10,API\n50,GPT-4,20,5,25,API\n"
+    )
     rows = load_trace(write(tmp_path, "b.csv", burst))
     assert [r.prompt_tokens for r in rows] == [472, 20]
     lines = [

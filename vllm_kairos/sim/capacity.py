@@ -87,7 +87,7 @@ def rps99(
 
 
 def _by_rate(tried: dict[float, list[float]]) -> dict[str, float]:
-    return {f"{rate:g}": float(np.mean(tried[rate])) for rate in sorted(tried)}
+    return {str(rate): float(np.mean(tried[rate])) for rate in sorted(tried)}
 
 
 def _interval(tried: dict[float, list[float]], found: float) -> list[float]:

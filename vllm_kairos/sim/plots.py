@@ -87,7 +87,8 @@ def bars(
         axis.set_xticks(range(len(groups)), groups, rotation=35, fontsize=7, ha="right")
         axis.set_title(title, fontsize=9)
         axis.grid(axis="y", alpha=0.3)
-    axes[0][0].legend(fontsize=7)
+    if any(panels[0][2]):
+        axes[0][0].legend(fontsize=7)
     figure.tight_layout()
     figure.savefig(path, dpi=130)
     plt.close(figure)

@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`vllm-kairos simulate` and `vllm-kairos paper` from the outside."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from vllm_kairos.cli import main
+
+FAST = ["--requests", "60", "--no-progress", "--jobs", "1"]
+
+
+def simulate(tmp_path: Path, *words: str) -> dict[str, Any]:
+    out = tmp_path / "out"
+    assert main(["simulate", *FAST, "--output", str(out), *words]) == 0
+    summary: dict[str, Any] = json.loads((out / "summary.json").read_text())
+    return summary
+
+
+def rows_of(tmp_path: Path, key: dict[str, Any]) -> list[dict[str, Any]]:
+    lines = (tmp_path / "out" / "requests.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    return [r for r in rows if all(r[k] == v for k, v in key.items())]
+
+
+def test_every_number_of_the_summary_follows_from_the_rows(tmp_path: Path) -> None:
+    policies = ["disagg", "kairos-paper", "mooncake:ttft_slo_ms=900"]
+    summary = simulate(
+        tmp_path, "--rate", "8", "20", "--seeds", "1..2", "--policy", *policies
+    )
+    assert len(summary["runs"]) == 12
+    for run in summary["runs"]:
+        rows = rows_of(tmp_path, {k: run[k] for k in ("policy", "rate", "seed")})
+        served = [r for r in rows if not r["rejected"]]
+        assert run["requests"] == len(rows) == 60
+        assert run["rejected"] == 60 - len(served)
+        assert run["deflections"] == sum(r["deflected"] for r in rows)
+        ttft = [r["ttft_ms"] for r in served]
+        gaps = [g for r in served for g in r["tbt_ms"]]
+        for name, q in (("p50", 50), ("p95", 95), ("p99", 99), ("max", 100)):
+            assert run["ttft_ms"][name] == pytest.approx(np.percentile(ttft, q))
+            assert run["tbt_ms"][name] == pytest.approx(np.percentile(gaps, q))
+        assert run["tbt_over_slo_share"] == pytest.approx(np.mean(np.array(gaps) > 70))
+        met = [
+            r["ttft_ms"] <= 4000
+            and (not r["tbt_ms"] or np.percentile(r["tbt_ms"], 95) <= 70)
+            for r in served
+        ]
+        assert run["slo_attainment"] == pytest.approx(sum(met) / 60)
+        first = min(r["arrival_ms"] for r in rows)
+        last = max(r["arrival_ms"] + r["ttft_ms"] + sum(r["tbt_ms"]) for r in served)
+        outputs = sum(r["output_tokens"] for r in served)
+        assert run["output_tokens_per_s"] == pytest.approx(
+            outputs / (last - first) * 1e3, rel=1e-6
+        )
+        for part in ("prefill_queue", "prefill", "transfer", "decode_queue"):
+            values = [r[f"{part}_ms"] for r in served]
+            assert run["ttft_parts_ms_p95"][part] == pytest.approx(
+                np.percentile(values, 95)
+            )
+        for r in served:
+            parts = ("prefill_queue", "prefill", "transfer", "decode_queue")
+            assert round(sum(r[f"{p}_ms"] for p in parts), 3) == r["ttft_ms"]
+            assert 1 + len(r["tbt_ms"]) == r["output_tokens"]
+    assert any(run["rejected"] for run in summary["runs"])
+    assert any(run["deflections"] for run in summary["runs"])
+
+
+def test_the_number_of_workers_changes_no_number(tmp_path: Path) -> None:
+    words = ["--rate", "6", "9", "--seeds", "1..3"]
+    words += ["--policy", "disagg", "kairos-paper"]
+    alone = simulate(tmp_path / "a", *words, "--model-noise", "0.03")
+    many = simulate(tmp_path / "b", *words, "--model-noise", "0.03", "--jobs", "2")
+    assert alone == many
+    rows = [(tmp_path / d / "out" / "requests.jsonl").read_bytes() for d in "ab"]
+    assert rows[0] == rows[1]
+
+
+def test_results_carry_seed_cv_profile_and_settings(tmp_path: Path) -> None:
+    summary = simulate(
+        tmp_path, "--policy", "kairos-paper:alpha=1.1", "--cv", "1.7", "--beta", "0.95"
+    )
+    assert summary["cv"] == 1.7
+    assert summary["seeds"] == [1]
+    assert summary["profile"]["name"] == "a100-deepseek-v2-lite"
+    assert summary["settings"]["beta"] == 0.95
+    assert summary["policies"]["kairos-paper:alpha=1.1"]["alpha"] == 1.1
+    assert (tmp_path / "out" / "latency.png").stat().st_size > 5000
+
+
+def test_a_trace_keeps_its_arrivals_or_takes_a_rate(tmp_path: Path) -> None:
+    trace = tmp_path / "t.csv"
+    rows = "".join(f"{i * 0.5},{500 + i},3\n" for i in range(30))
+    trace.write_text("arrived_at,num_prefill_tokens,num_decode_tokens\n" + rows)
+    base = ["--workload", str(trace), "--policy", "disagg", "--requests", "30"]
+    simulate(tmp_path, *base)
+    own = rows_of(tmp_path, {})
+    assert [r["arrival_ms"] for r in own] == [i * 500.0 for i in range(30)]
+    simulate(tmp_path, *base, "--rate", "4")
+    fast = rows_of(tmp_path, {})
+    assert fast[-1]["arrival_ms"] == pytest.approx(29 / 4 * 1e3, abs=1)
+
+
+def test_prefix_hits_of_a_trace_with_hashes_shorten_prefill(tmp_path: Path) -> None:
+    trace = tmp_path / "t.jsonl"
+    lines = [
+        {"timestamp": at, "input_length": 512 * n, "output_length": 3, "hash_ids": ids}
+        for at, n in ((0, 8), (60_000, 9))
+        for ids in [list(range(n))]
+    ]
+    trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    words = ["--workload", str(trace), "--prefill", "1", "--decode", "1"]
+    simulate(tmp_path, *words, "--requests", "2", "--policy", "disagg")
+    first, second = rows_of(tmp_path, {})
+    assert second["prefill_ms"] < 0.3 * first["prefill_ms"]
+    # The decode node has the prefix too: only the new blocks cross the link.
+    assert second["transfer_ms"] < 0.3 * first["transfer_ms"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--rate", "0"], "--rate 0: expected a number > 0"),
+        (["--rate", "-3"], "--rate -3: expected a number > 0"),
+        (["--rate", "fast"], "--rate fast: expected numbers, or A..B"),
+        (["--rate", "9..6"], "--rate 9..6: expected A <= B"),
+        (["--seeds", "1.5"], "--seeds 1.5: expected whole numbers"),
+        (["--policy", "kairso"], "the nearest are: kairos"),
+        (["--policy", "sq:thta=4"], "has no setting 'thta', the nearest are: theta"),
+        (["--policy", "sq:theta"], "'theta' is not of the form key=value"),
+        (["--policy", "sq:theta=many"], "theta is 'many', expected a number >= 0"),
+        (["--policy", "dynamo:rule=isl"], "expected one of isl_bounding, prefill_load"),
+        (["--workload", "bursti"], "unknown workload 'bursti'"),
+        (["--requests", "0"], "--requests 0: expected a whole number >= 1"),
+        (["--cv", "-1"], "--cv -1.0: expected a number >= 0"),
+        (["--prefill", "0"], "--prefill 0: expected a number >= 1"),
+        (["--link-gb-per-s", "0"], "--link-gb-per-s 0.0: expected a number > 0"),
+        (["--beta", "2"], "beta is 2.0, expected 0 < beta <= 1"),
+        (["--kv-tokens", "1000"], "are more than the 992 KV tokens of a node"),
+        (["--profile", "h100"], "no such file, and not one of the shipped profiles"),
+        (["--jobs", "0"], "--jobs 0: expected a whole number >= 1"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_two(
+    words: Sequence[str], said: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    assert main(["simulate", *FAST, "--output", str(out), *words]) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.count("\n") == 1
+    assert not out.exists() or not any(out.iterdir())
+
+
+def test_a_bad_trace_row_is_told_by_line_and_field(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    trace = tmp_path / "t.csv"
+    trace.write_text("arrived_at,num_prefill_tokens,num_decode_tokens\n0,5,0\n")
+    assert main(["simulate", *FAST, "--workload", str(trace)]) == 2
+    assert "t.csv:2: num_decode_tokens is '0'" in capsys.readouterr().err
+
+
+def test_capacity_finds_the_highest_rate_within_both_slos(tmp_path: Path) -> None:
+    words = ["--capacity", "--seeds", "1..3"]
+    words += ["--policy", "disagg", "disagg:balance=least"]
+    out = tmp_path / "out"
+    command = ["simulate", "--no-progress", "--jobs", "1", "--requests", "150"]
+    assert main([*command, *words, "--output", str(out)]) == 0
+    capacity = json.loads((out / "summary.json").read_text())["capacity"]
+    plain, least = capacity["disagg"], capacity["disagg:balance=least"]
+    for found in (plain, least):
+        assert found["ci95"][0] <= found["rps99"] <= found["ci95"][1]
+        tried = {float(k): v for k, v in found["tried"].items()}
+        assert tried[found["rps99"]] >= 0.99
+        above = [v for rate, v in tried.items() if rate > found["rps99"]]
+        assert above and min(above) < 0.99
+    assert least["rps99"] > plain["rps99"] > 1
+
+
+def test_plan_tries_every_split_and_names_the_best(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    command = ["simulate", "--no-progress", "--jobs", "1", "--requests", "80", "--plan"]
+    words = ["--prefill", "2", "--decode", "2", "--policy", "disagg"]
+    assert main([*command, *words, "--output", str(out)]) == 0
+    plan = json.loads((out / "summary.json").read_text())["plan"]["disagg"]
+    assert [(s["prefill"], s["decode"]) for s in plan["splits"]] == [
+        (1, 3),
+        (2, 2),
+        (3, 1),
+    ]
+    assert plan["best"]["rps99"] == max(s["rps99"] for s in plan["splits"])
+    # Prefill is the bottleneck of Bursty.
+    assert plan["best"]["prefill"] == 3
+
+
+def test_paper_writes_its_report_summary_and_figures(tmp_path: Path) -> None:
+    out = tmp_path / "paper"
+    words = ["--seeds", "1", "--requests", "40", "--jobs", "1", "--no-progress"]
+    assert main(["paper", "--output", str(out), *words]) == 0
+    report = (out / "REPORT.md").read_text()
+    for title in ("Table 1", "Table 3", "Table 4", "Figures 4, 5 and 6", "Model error"):
+        assert f"## {title}" in report
+    assert "cannot match" in report
+    for figure in (2, 4, 5, 6):
+        assert (out / f"figure{figure}.png").stat().st_size > 5000
+    summary = json.loads((out / "summary.json").read_text())
+    assert {m["policy"] for m in summary["table_4"]} >= {"oracle", "sl:length=512"}
