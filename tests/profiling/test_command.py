@@ -133,6 +133,26 @@ def test_a_report_has_tables_and_two_figures(fitted, tmp_path, capsys):
             assert (folder / name).read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("held_out_regimes", {"mixed": [{"of": "decode batch"}]}),
+        ("held_out_regimes", {"mixed": 3}),
+        ("held_out_predicted_measured_ms", {"mixed": "1.0:2.0 3.0"}),
+        ("held_out_predicted_measured_ms", {"mixed": "1.0:fast"}),
+    ],
+)
+def test_a_provenance_changed_by_hand_is_named(fitted, tmp_path, capsys, name, value):
+    raw = json.loads(fitted[0].read_text())
+    raw["provenance"][name] = value
+    path = tmp_path / "p.json"
+    path.write_text(json.dumps(raw))
+    assert main(["profile", "--report", str(path), "--output", str(tmp_path)]) == 2
+    told = capsys.readouterr().err
+    assert name in told
+    assert told.count("\n") == 1
+
+
 def test_figure_1_shows_what_each_chunk_adds(fitted):
     model = load_profile(fitted[0]).step_model()
     curve = added_ms(model, 8, 20_000, 512)

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm_kairos.core.profile import EngineLimits, KvLink, Profile
+from vllm_kairos.files import UserError
 from vllm_kairos.profiling import clean
 from vllm_kairos.profiling.errors import (
     PHASES,
@@ -144,22 +145,26 @@ def validation_regimes(profile: Profile, steps: Steps) -> list[Regime]:
 def kept_regimes(profile: Profile) -> list[Regime]:
     """The held-out errors by bucket that a profile carries, if it does."""
     kept = profile.provenance.get("held_out_regimes")
-    rows: list[Regime] = []
     if not isinstance(kept, dict):
-        return rows
-    for phase in PHASES:
-        for row in kept.get(phase, ()):
-            high = row["most"]
-            rows.append(
-                Regime(
-                    phase,
-                    str(row["of"]),
-                    float(row["above"]),
-                    float("inf") if high is None else float(high),
-                    ErrorSummary(**{k: row[k] for k in _EMPTY}),
-                )
-            )
-    return rows
+        return []
+    try:
+        return [_regime(p, row) for p in PHASES for row in kept.get(p, ())]
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(
+            f"profile {profile.name}: provenance.held_out_regimes: {error!r}, "
+            "expected the rows that a fit writes"
+        ) from error
+
+
+def _regime(phase: str, row: Mapping[str, Any]) -> Regime:
+    high = row["most"]
+    return Regime(
+        phase,
+        str(row["of"]),
+        float(row["above"]),
+        float("inf") if high is None else float(high),
+        ErrorSummary(**{name: row[name] + 0 for name in _EMPTY}),
+    )
 
 
 def kept_points(profile: Profile) -> dict[str, list[tuple[float, float]]]:
@@ -168,9 +173,15 @@ def kept_points(profile: Profile) -> dict[str, list[tuple[float, float]]]:
     if not isinstance(kept, dict):
         return {}
     points: dict[str, list[tuple[float, float]]] = {}
-    for phase in PHASES:
-        pairs = [pair.split(":") for pair in str(kept.get(phase, "")).split()]
-        points[phase] = [(float(a), float(b)) for a, b in pairs]
+    try:
+        for phase in PHASES:
+            pairs = [pair.split(":") for pair in str(kept.get(phase, "")).split()]
+            points[phase] = [(float(a), float(b)) for a, b in pairs]
+    except ValueError as error:
+        raise UserError(
+            f"profile {profile.name}: provenance.held_out_predicted_measured_ms: "
+            f"{error}, expected predicted:measured pairs"
+        ) from error
     return points
 
 
