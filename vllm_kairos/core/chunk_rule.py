@@ -142,14 +142,14 @@ class Claim:
         computed_tokens: Prompt tokens computed so far.
         wanted_tokens: Prompt tokens left.
         tracker: Its chunk schedule.
-        deadline_ms: When its first token is due.
+        deadline: When its first token is due, on any clock.
     """
 
     key: str
     computed_tokens: int
     wanted_tokens: int
     tracker: ChunkTracker
-    deadline_ms: float
+    deadline: float
 
 
 def share_by_slack(
@@ -170,7 +170,7 @@ def share_by_slack(
         Tokens by key; 0 where nothing is left.
     """
     shares: dict[str, int] = {}
-    for claim in sorted(claims, key=lambda c: (c.deadline_ms, c.wanted_tokens)):
+    for claim in sorted(claims, key=lambda c: (c.deadline, c.wanted_tokens)):
         most = min(claim.wanted_tokens, budget_tokens - load.tokens)
         tokens = 0
         if most > 0:

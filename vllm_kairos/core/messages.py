@@ -28,6 +28,7 @@ _Positive = Annotated[int, msgspec.Meta(ge=1)]
 
 _MOST_CHUNKS = 65_536
 _MOST_TICKET_CHARS = 128
+_MOST_SLACK_MS = 1e12
 
 
 class ChunkSchedule(msgspec.Struct, frozen=True):
@@ -37,21 +38,33 @@ class ChunkSchedule(msgspec.Struct, frozen=True):
         ticket: Names the dispatch; comes back in state reports.
         chunks: ``[chi_1, ...]``: most tokens of each whole step that carries
             a part of this prefill.
+        slack_ms: Time left to its TTFT target when it was dispatched.
     """
 
     ticket: str
     chunks: tuple[int, ...]
+    slack_ms: float | None = None
 
 
-def schedule_params(ticket: str, chunks: Sequence[int]) -> dict[str, Any]:
-    """``kv_transfer_params`` of a deflected request."""
-    return {
-        SCHEDULE_KEY: {
-            "v": SCHEDULE_VERSION,
-            "ticket": ticket,
-            "chunks": list(chunks),
-        }
+def schedule_params(
+    ticket: str, chunks: Sequence[int], slack_ms: float | None = None
+) -> dict[str, Any]:
+    """``kv_transfer_params`` of a deflected request.
+
+    Args:
+        ticket: Names the dispatch.
+        chunks: ``[chi_1, ...]``.
+        slack_ms: Time left to its TTFT target when it is dispatched; the
+            engine's own target where it is not sent.
+    """
+    schedule: dict[str, Any] = {
+        "v": SCHEDULE_VERSION,
+        "ticket": ticket,
+        "chunks": list(chunks),
     }
+    if slack_ms is not None:
+        schedule["slack_ms"] = slack_ms
+    return {SCHEDULE_KEY: schedule}
 
 
 def parse_schedule(params: object) -> ChunkSchedule | None:
@@ -86,7 +99,12 @@ def parse_schedule(params: object) -> ChunkSchedule | None:
     for chunk in chunks:
         if type(chunk) is not int or chunk < 1:
             raise ValueError(f"chunk is {_show(chunk)}, expected an integer >= 1")
-    return ChunkSchedule(ticket, tuple(chunks))
+    slack = raw.get("slack_ms")
+    if slack is not None and not (
+        type(slack) in (int, float) and abs(slack) < _MOST_SLACK_MS
+    ):
+        raise ValueError(f"slack_ms is {_show(slack)}, expected milliseconds")
+    return ChunkSchedule(ticket, tuple(chunks), None if slack is None else float(slack))
 
 
 def _show(value: object) -> str:
@@ -162,6 +180,11 @@ class StateReport(msgspec.Struct, frozen=True, kw_only=True):
             headroom was left.
         step_remaining_ms: Predicted remainder of the step in flight; zero
             while idle or without a profile.
+        limit_ms: Bound on a predicted step that carries a prefill, as the
+            engine's loop has it now; `None` without a profile.
+        errors: By phase (``prefill``, ``decode``, ``mixed``) the mean error
+            and the mean absolute error of recent predictions, percent of the
+            measured latency.
     """
 
     engine_id: str
@@ -186,6 +209,8 @@ class StateReport(msgspec.Struct, frozen=True, kw_only=True):
     malformed_schedules: int = 0
     guard_overrides: int = 0
     step_remaining_ms: float = 0.0
+    limit_ms: float | None = None
+    errors: dict[str, tuple[float, float]] = {}
     v: int = REPORT_VERSION
 
 

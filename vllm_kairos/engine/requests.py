@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 
-from vllm_kairos.core.chunk_rule import StepLoad
+from vllm_kairos.core.chunk_rule import Claim
 from vllm_kairos.core.chunk_tracker import ChunkTracker
 from vllm_kairos.core.messages import MOST_ADMITTED, ChunkSchedule, ticket_of
+from vllm_kairos.core.step_load import StepLoad
 
 
 @dataclass(slots=True)
@@ -27,13 +28,27 @@ class Deflected:
         request: vLLM's request.
         ticket: Its dispatch.
         tracker: Its position in its schedule.
+        deadline_s: Unix time at which its first token is due.
         other_tokens: Tokens of the others when its chunk was last bounded.
     """
 
     request: Request
     ticket: str
     tracker: ChunkTracker
+    deadline_s: float
     other_tokens: int = 0
+
+    def claim(self, key: str) -> Claim:
+        """What it wants of the step being scheduled."""
+        request = self.request
+        computed = request.num_computed_tokens
+        return Claim(
+            key,
+            computed,
+            request.num_tokens - computed,
+            self.tracker,
+            self.deadline_s,
+        )
 
 
 class RequestPhases:
@@ -60,14 +75,28 @@ class RequestPhases:
         self.admitted: deque[str] = deque(maxlen=MOST_ADMITTED)
         self._schedules: dict[str, Deflected] = {}
 
-    def add(self, request: Request, schedule: ChunkSchedule | None) -> None:
-        """A request has been added to the scheduler."""
+    def add(
+        self, request: Request, schedule: ChunkSchedule | None, ttft_slo_ms: float
+    ) -> None:
+        """A request has been added to the scheduler.
+
+        Args:
+            request: The request.
+            schedule: Its chunk schedule, if it came with one.
+            ttft_slo_ms: Time it has to its first token unless it says so.
+        """
         request_id = request.request_id
         params = request.kv_transfer_params
         if params and params.get("do_remote_prefill"):
             self.awaiting_kv[request_id] = request
         elif schedule is not None:
-            held = Deflected(request, schedule.ticket, ChunkTracker(schedule.chunks))
+            slack_ms = ttft_slo_ms if schedule.slack_ms is None else schedule.slack_ms
+            held = Deflected(
+                request,
+                schedule.ticket,
+                ChunkTracker(schedule.chunks),
+                request.arrival_time + slack_ms / 1e3,
+            )
             self.deflected[request_id] = self._schedules[request_id] = held
         else:
             self.waiting[request_id] = request

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -24,7 +23,13 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
-from vllm_kairos.core.chunk_rule import ChunkRule, PlannedRule, StepLoad
+from vllm_kairos.core.chunk_rule import (
+    AdaptiveRule,
+    ChunkRule,
+    PlannedRule,
+    share_by_slack,
+)
+from vllm_kairos.core.feedback import Feedback
 from vllm_kairos.core.messages import (
     MOST_PREFILLS,
     ChunkSchedule,
@@ -32,8 +37,12 @@ from vllm_kairos.core.messages import (
     StateReport,
     parse_schedule,
 )
+from vllm_kairos.core.online_error import OnlineError
+from vllm_kairos.core.step_load import StepLoad
+from vllm_kairos.core.step_model import StepModel
+from vllm_kairos.engine.meter import StepMeter
 from vllm_kairos.engine.publisher import Heartbeat
-from vllm_kairos.engine.recorder import StepLog, StepRecord
+from vllm_kairos.engine.recorder import StepLog
 from vllm_kairos.engine.requests import Deflected, RequestPhases
 from vllm_kairos.engine.settings import EngineSettings, load_settings
 
@@ -41,8 +50,6 @@ logger = init_logger(__name__)
 
 #: Added to the NIXL side-channel port, which is unique per engine on a host.
 _REPORT_PORT_OFFSET = 10_000
-
-_MOST_RECENT_STEPS = 64
 
 
 class KairosMixin(Scheduler):
@@ -59,34 +66,36 @@ class KairosMixin(Scheduler):
         self.wall_clock_s: Callable[[], float] = time.time
         settings, profile = load_settings(self.vllm_config.additional_config)
         self.kairos = settings
-        self._model = profile.step_model() if profile else None
-        self._rule: ChunkRule = PlannedRule()
+        model = profile.step_model() if profile else None
+        self._rule = _chunk_rule(settings, model)
         self._phases = RequestPhases()
-        self._load: StepLoad | None = None
-        self._in_flight: deque[tuple[SchedulerOutput, StepLoad, float]] = deque()
-        self._step = 0
-        self._last_end_s = float("-inf")
-        self._contiguous = False
-        self._step_started_s = 0.0
-        self._step_predicted_ms = 0.0
+        self._load = StepLoad()
+        self._shares: dict[str, int] = {}
         self._malformed = 0
         self._overrides = 0
-        self._recent: deque[tuple[float, float]] = deque(maxlen=_MOST_RECENT_STEPS)
-        self._records: deque[StepRecord] = deque()
         self._snapshot: StateReport | None = None
         self._snapshot_at_s = float("-inf")
         self._engine_id = _engine_id(settings, self.vllm_config)
         self._incarnation = uuid.uuid4().hex
         self._role = _role(self.vllm_config)
-        self._step_log: StepLog | None = None
+        log = None
         if settings.step_log:
-            self._step_log = StepLog(settings.step_log, self._engine_id)
+            log = StepLog(settings.step_log, self._engine_id)
+        self._meter = StepMeter(
+            lambda: self.step_clock_s(),
+            lambda: self.wall_clock_s(),
+            model,
+            self._rule,
+            log,
+            OnlineError(warn_percent=settings.error_warning_percent),
+            _refit_command(self.vllm_config, settings),
+        )
         self._take_snapshot()
         self._heartbeat: Heartbeat | None = None
         address = _report_address(settings, self.vllm_config)
-        if address or self._step_log is not None:
+        if address or log is not None:
             self._heartbeat = Heartbeat(
-                address, settings.heartbeat_ms, self._report, self._flush_records
+                address, settings.heartbeat_ms, self._report, self._meter.flush
             )
 
     # ------------------------------------------------------------ requests
@@ -95,7 +104,9 @@ class KairosMixin(Scheduler):
         known = request.request_id in self.requests
         super().add_request(request)
         if not known:
-            self._phases.add(request, self._read_schedule(request))
+            self._phases.add(
+                request, self._read_schedule(request), self.kairos.ttft_slo_ms
+            )
 
     def _read_schedule(self, request: Request) -> ChunkSchedule | None:
         """The request's schedule; one that cannot be read is no schedule.
@@ -132,31 +143,26 @@ class KairosMixin(Scheduler):
         started_s = self.step_clock_s()
         output = super().schedule()
         if output.total_num_scheduled_tokens:
-            load = self._load
-            assert load is not None
-            if busy and self._contiguous and not self._in_flight:
-                # The engine has not blocked since the last step ended: what
-                # it did in between is part of what a decode feels.
-                started_s = self._last_end_s
-            self._in_flight.append((output, load, started_s))
-            self._step_started_s = started_s
-            self._step_predicted_ms = self._predict(load)
-            if not busy or self._snapshot_due():
-                self._take_snapshot()
+            self._meter.scheduled(output, self._load, started_s, busy)
         else:
-            self._contiguous = False
-            if self._snapshot_due():
-                self._take_snapshot()
+            self._meter.scheduled_nothing()
+            busy = True
+        if not busy or self._snapshot_due():
+            self._take_snapshot()
         return output
 
     def _get_new_tokens_limiter(
         self,
     ) -> Callable[[Request, int, int], int] | None:
         phases = self._phases
-        if not phases.deflected:
-            return None
+        rule = self._rule
         joining = self.finished_recving_kv_req_ids
         decodes = len(phases.decoding) + len(joining)
+        ordinary = rule.limits_ordinary and decodes > 0
+        if not phases.deflected and not (
+            ordinary and (phases.waiting or phases.prefilling)
+        ):
+            return None
         load = StepLoad(
             decodes=decodes,
             decode_kv_tokens=phases.decode_kv_tokens,
@@ -169,6 +175,14 @@ class KairosMixin(Scheduler):
                 len(request.spec_token_ids) for request in phases.decoding.values()
             )
         self._load = load
+        self._shares = {}
+        if rule.by_slack and len(phases.deflected) > 1:
+            self._shares = share_by_slack(
+                rule,
+                load,
+                [held.claim(key) for key, held in phases.deflected.items()],
+                self.max_num_scheduled_tokens,
+            )
         return self._limit
 
     def _limit(self, request: Request, computed: int, tokens: int) -> int:
@@ -177,7 +191,6 @@ class KairosMixin(Scheduler):
         phases = self._phases
         held = phases.deflected.get(request_id)
         load = self._load
-        assert load is not None
         if held is None:
             if request_id in phases.decoding or request_id in phases.awaiting_kv:
                 return tokens  # Counted when the step began.
@@ -185,24 +198,32 @@ class KairosMixin(Scheduler):
                 load.decodes += 1
                 load.decode_tokens += 1
                 return tokens
-        granted = self._rule.chunk(
-            load, computed, tokens, held.tracker if held else None
-        )
+        share = self._shares.get(request_id)
+        if share is not None:
+            granted = min(tokens, share)
+        else:
+            tracker = held.tracker if held else None
+            granted = self._rule.chunk(load, computed, tokens, tracker)
         if held is not None:
             held.other_tokens = load.tokens
-            if granted == 0:
-                granted = self._past_target(held, tokens)
-        if granted:
+        if granted == 0:
+            granted = self._past_target(request, held, tokens)
+            share = None
+        if granted and share is None:
             load.add_prefill(granted, computed)
         return granted
 
-    def _past_target(self, held: Deflected, tokens: int) -> int:
+    def _past_target(
+        self, request: Request, held: Deflected | None, tokens: int
+    ) -> int:
         """A chunk for a prefill without headroom that is past its target.
 
         Held back for ever it would starve; each such step is counted.
         """
-        age_ms = (self.wall_clock_s() - held.request.arrival_time) * 1e3
-        if age_ms <= self.kairos.ttft_slo_ms:
+        deadline_s = request.arrival_time + self.kairos.ttft_slo_ms / 1e3
+        if held is not None:
+            deadline_s = held.deadline_s
+        if self.wall_clock_s() <= deadline_s:
             return 0
         self._overrides += 1
         return min(tokens, self.kairos.smallest_chunk_tokens)
@@ -219,46 +240,10 @@ class KairosMixin(Scheduler):
     ) -> Any:
         end_s = self.step_clock_s()
         outputs = super().update_from_output(scheduler_output, model_runner_output)
-        if self._in_flight and self._in_flight[0][0] is scheduler_output:
-            _, load, started_s = self._in_flight.popleft()
-            self._note_latency(load, max(started_s, self._last_end_s), end_s)
-            self._last_end_s = end_s
-            self._contiguous = True
+        self._meter.ended(scheduler_output, end_s)
         if not self.requests:
-            self._step_predicted_ms = 0.0
             self._take_snapshot()
         return outputs
-
-    def _note_latency(self, load: StepLoad, started_s: float, end_s: float) -> None:
-        latency_ms = (end_s - started_s) * 1e3
-        predicted = self._predict(load)
-        self._recent.append((predicted or -1.0, latency_ms))
-        if self._step_log is not None:
-            self._records.append(
-                StepRecord(
-                    self._step,
-                    self.wall_clock_s(),
-                    load.prefill_tokens,
-                    load.prefills,
-                    load.prefill_kv_tokens,
-                    load.decodes,
-                    load.decode_kv_tokens,
-                    latency_ms,
-                )
-            )
-        self._step += 1
-
-    def _predict(self, load: StepLoad) -> float:
-        """Predicted milliseconds of a step; zero without a profile."""
-        if self._model is None:
-            return 0.0
-        return self._model.step_ms(
-            load.decodes,
-            load.decode_kv_tokens,
-            load.prefill_tokens,
-            load.prefill_kv_tokens,
-            load.prefills,
-        )
 
     # -------------------------------------------------------------- report
 
@@ -312,37 +297,39 @@ class KairosMixin(Scheduler):
             budget_tokens=self.max_num_scheduled_tokens,
             max_num_seqs=self.max_num_running_reqs,
             admitted=list(phases.admitted),
-            steps=list(self._recent),
+            steps=list(self._meter.recent),
             malformed_schedules=self._malformed,
             guard_overrides=self._overrides,
+            limit_ms=self._limit_ms(),
+            errors={
+                phase: (error.bias_percent, error.mape_percent)
+                for phase, error in self._meter.errors.errors().items()
+            },
         )
+
+    def _limit_ms(self) -> float | None:
+        """Bound on a predicted step that is safe by what this engine has seen."""
+        if self._rule.limit_ms is not None or self.kairos.profile is None:
+            return self._rule.limit_ms
+        beta = self._meter.errors.effective_beta(self.kairos.beta)
+        return beta * self.kairos.tau_ms
 
     def _report(self, seq: int) -> StateReport | None:
         """The latest snapshot with the beat's own stamp. Heartbeat thread."""
         snapshot = self._snapshot
         if snapshot is None:
             return None
-        remaining_ms = 0.0
-        if self._step_predicted_ms:
-            age_ms = (self.step_clock_s() - self._step_started_s) * 1e3
-            remaining_ms = max(0.0, self._step_predicted_ms - age_ms)
-        return _stamped(snapshot, seq, self.wall_clock_s(), remaining_ms)
-
-    def _flush_records(self) -> None:
-        """Write the step records gathered so far. Heartbeat thread."""
-        if self._step_log is None or not self._records:
-            return
-        records = self._records
-        batch = [records.popleft() for _ in range(len(records))]
-        self._step_log.write(batch)
+        return msgspec.structs.replace(
+            snapshot,
+            seq=seq,
+            time_s=self.wall_clock_s(),
+            step_remaining_ms=self._meter.remaining_ms(),
+        )
 
     def shutdown(self) -> None:
         if self._heartbeat is not None:
             self._heartbeat.close()
-        self._flush_records()
-        if self._step_log is not None:
-            self._step_log.close()
-            self._step_log = None
+        self._meter.close()
         super().shutdown()
 
 
@@ -354,12 +341,17 @@ class AsyncKairosScheduler(KairosMixin, AsyncScheduler):
     """Kairos over vLLM's ``AsyncScheduler``."""
 
 
-def _stamped(
-    snapshot: StateReport, seq: int, time_s: float, remaining_ms: float
-) -> StateReport:
-    return msgspec.structs.replace(
-        snapshot, seq=seq, time_s=time_s, step_remaining_ms=remaining_ms
-    )
+def _chunk_rule(settings: EngineSettings, model: StepModel | None) -> ChunkRule:
+    """The rule of ``mode``: adaptive wherever there is a profile to go by."""
+    if model is None or settings.mode == "planned":
+        return PlannedRule()
+    feedback = Feedback(settings.tau_ms, settings.beta, late_share=settings.late_share)
+    return AdaptiveRule(model, feedback, settings.smallest_chunk_tokens)
+
+
+def _refit_command(vllm_config: Any, settings: EngineSettings) -> str:
+    model = vllm_config.model_config.model
+    return f"vllm-kairos profile --model {model} --output {settings.profile}"
 
 
 def _engine_id(settings: EngineSettings, vllm_config: Any) -> str:

@@ -343,9 +343,14 @@ class Node:
         self, request: EngineRequest, computed: int, tokens: int, now_ms: float
     ) -> int:
         held = request in self.deflected
-        if not held and (request.phase == Phase.DECODE or tokens <= 1):
-            return tokens
         load = self.load
+        if not held:
+            if request.phase == Phase.DECODE or request in self.awaiting:
+                return tokens
+            if tokens <= 1:
+                load.decodes += 1
+                load.decode_tokens += 1
+                return tokens
         tracker = request.tracker if held else None
         shared = self._shares is not None and request in self._shares
         if shared:

@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The step clock: how long each step took, and how long it should have."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+from vllm.logger import init_logger
+from vllm.v1.core.sched.output import SchedulerOutput
+
+from vllm_kairos.core.chunk_rule import ChunkRule
+from vllm_kairos.core.online_error import OnlineError
+from vllm_kairos.core.step_load import StepLoad
+from vllm_kairos.core.step_model import StepModel
+from vllm_kairos.engine.recorder import StepLog, StepRecord
+
+logger = init_logger(__name__)
+
+_MOST_RECENT_STEPS = 64
+
+
+class StepMeter:
+    """Times steps from schedule to output and feeds what learns from them.
+
+    A step begins when it is scheduled or, with the step before still running
+    or just over, when that one has ended: what the engine does in between is
+    part of what a decode feels.
+
+    Args:
+        clock_s: Step clock.
+        wall_clock_s: Unix time.
+        model: Step model, `None` without a profile.
+        rule: Told of every step.
+        log: Gets a record of every step, `None` for no records.
+        errors: Gets every prediction and its outcome.
+        refit_command: What a warning tells the user to run.
+
+    Attributes:
+        recent: ``(predicted ms or -1, measured ms)`` of recent steps.
+    """
+
+    def __init__(
+        self,
+        clock_s: Callable[[], float],
+        wall_clock_s: Callable[[], float],
+        model: StepModel | None,
+        rule: ChunkRule,
+        log: StepLog | None,
+        errors: OnlineError,
+        refit_command: str,
+    ):
+        self.recent: deque[tuple[float, float]] = deque(maxlen=_MOST_RECENT_STEPS)
+        self.errors = errors
+        self._clock_s = clock_s
+        self._wall_clock_s = wall_clock_s
+        self._model = model
+        self._rule = rule
+        self._log = log
+        self._refit_command = refit_command
+        self._records: deque[StepRecord] = deque()
+        self._in_flight: deque[tuple[SchedulerOutput, StepLoad, float]] = deque()
+        self._steps = 0
+        self._last_end_s = float("-inf")
+        self._contiguous = False
+        self._started_s = 0.0
+        self._predicted_ms = 0.0
+
+    def scheduled(
+        self, output: SchedulerOutput, load: StepLoad, started_s: float, busy: bool
+    ) -> None:
+        """A step that holds tokens has been scheduled.
+
+        Args:
+            output: Names the step.
+            load: What it holds.
+            started_s: Step clock when scheduling began.
+            busy: Requests were running before it was scheduled.
+        """
+        if busy and self._contiguous and not self._in_flight:
+            started_s = self._last_end_s
+        self._in_flight.append((output, load, started_s))
+        self._started_s = max(started_s, self._last_end_s)
+        self._predicted_ms = self._predict(load)
+
+    def scheduled_nothing(self) -> None:
+        """A step without tokens: the engine waits for something."""
+        self._contiguous = False
+
+    def ended(self, output: SchedulerOutput, end_s: float) -> None:
+        """The output of a step is here."""
+        if not self._in_flight or self._in_flight[0][0] is not output:
+            return
+        _, load, started_s = self._in_flight.popleft()
+        measured_ms = (end_s - max(started_s, self._last_end_s)) * 1e3
+        self._last_end_s = end_s
+        self._contiguous = True
+        predicted_ms = self._predict(load)
+        self.recent.append((predicted_ms or -1.0, measured_ms))
+        self._rule.observe(load, predicted_ms, measured_ms)
+        if self._model is not None:
+            self._note_error(load, predicted_ms, measured_ms)
+        if self._log is not None:
+            self._records.append(
+                StepRecord(
+                    self._steps,
+                    self._wall_clock_s(),
+                    load.prefill_tokens,
+                    load.prefills,
+                    load.prefill_kv_tokens,
+                    load.decodes,
+                    load.decode_kv_tokens,
+                    measured_ms,
+                )
+            )
+        self._steps += 1
+
+    def _note_error(
+        self, load: StepLoad, predicted_ms: float, measured_ms: float
+    ) -> None:
+        self.errors.add(load.decodes, load.prefill_tokens, predicted_ms, measured_ms)
+        warning = self.errors.warning(self._refit_command)
+        if warning is not None:
+            logger.warning("Kairos: %s", warning)
+
+    def _predict(self, load: StepLoad) -> float:
+        """Predicted milliseconds of a step; zero without a profile."""
+        return self._model.load_ms(load) if self._model is not None else 0.0
+
+    def remaining_ms(self) -> float:
+        """Predicted remainder of the step in flight. Any thread."""
+        if not self._in_flight or not self._predicted_ms:
+            return 0.0
+        age_ms = (self._clock_s() - self._started_s) * 1e3
+        return max(0.0, self._predicted_ms - age_ms)
+
+    def flush(self) -> None:
+        """Write the records gathered so far. Heartbeat thread."""
+        if self._log is None or not self._records:
+            return
+        records = self._records
+        self._log.write([records.popleft() for _ in range(len(records))])
+
+    def close(self) -> None:
+        """Write what is left and close the log. May be called twice."""
+        self.flush()
+        if self._log is not None:
+            self._log.close()
+            self._log = None
