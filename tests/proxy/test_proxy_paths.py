@@ -215,6 +215,18 @@ async def test_what_pd_cannot_carry_goes_whole_to_one_decode_node(
     assert body == sent
 
 
+@pytest.mark.parametrize("prompt", [["a text"], [list(range(1, 401))]])
+async def test_a_list_of_one_prompt_is_carried_like_that_prompt(
+    cluster: MakeCluster, client: aiohttp.ClientSession, prompt: list[object]
+) -> None:
+    c = cluster()
+    body = {"prompt": prompt, "max_tokens": 8}
+    async with client.post(f"{c.url}/v1/completions", json=body) as answer:
+        assert answer.headers["x-kairos-route"] == "kept"
+    assert c.prefill[0].bodies()[0]["prompt"] == prompt
+    assert c.decode[0].bodies()[0]["prompt"] == prompt
+
+
 @pytest.mark.parametrize(
     "choice", ["required", {"type": "function", "function": {"name": "f"}}]
 )

@@ -156,7 +156,12 @@ class Body:
             if get("prompt_embeds") is not None:
                 return "prompt_embeds"
             prompt = get("prompt")
-            if isinstance(prompt, list) and not is_token_ids(prompt):
+            # A list of one prompt is one: lm-eval sends all of its so.
+            if (
+                isinstance(prompt, list)
+                and not is_token_ids(prompt)
+                and not (len(prompt) == 1 and isinstance(prompt[0], str | list))
+            ):
                 return "prompts"
         elif get("tool_choice") not in (None, "none", "auto"):
             return "tool_choice"
