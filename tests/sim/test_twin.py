@@ -135,7 +135,7 @@ class Twins:
             block_size=BLOCK_SIZE,
             priority=job.priority,
         )
-        request.added_ms = self.engine.now_ms
+        request.due_ms = self.engine.now_ms + HELD_MS
         if job.remote_steps is not None:
             self.delay[request] = job.remote_steps
         self.node.add(request)

@@ -252,7 +252,7 @@ class Cluster:
             block_size=node.limits.block_size,
             priority=self.dispatcher.priority(user),
         )
-        request.added_ms = self.now_ms
+        request.due_ms = user.arrival_ms + node.limits.held_ms
         request.source = source.name if source else None
         node.reports.before_change(self.now_ms)
         node.add(request)

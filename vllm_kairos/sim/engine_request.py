@@ -113,7 +113,7 @@ class EngineRequest:
         blocks: KV blocks held.
         block_ids: Which, on nodes that cache prefixes.
         cached_blocks: Of those, how many others may share.
-        added_ms: When it was handed to the engine.
+        due_ms: When its first token is due.
     """
 
     __slots__ = (
@@ -132,7 +132,7 @@ class EngineRequest:
         "blocks",
         "block_ids",
         "cached_blocks",
-        "added_ms",
+        "due_ms",
         "source",
         "_hashes",
         "_block_size",
@@ -166,7 +166,7 @@ class EngineRequest:
         self.blocks = 0
         self.block_ids: list[int] = []
         self.cached_blocks = 0
-        self.added_ms = 0.0
+        self.due_ms = float("inf")
         self.source: str | None = None
         self._hashes: list[BlockHash] = []
         self._block_size = block_size

@@ -330,7 +330,7 @@ class Node:
                     request.computed,
                     request.tokens - request.computed,
                     request.tracker,
-                    request.user.arrival_ms,
+                    request.due_ms,
                 )
                 for place, request in held.items()
                 if request.tracker is not None
@@ -360,7 +360,7 @@ class Node:
             granted = self.rule.chunk(load, computed, tokens, tracker)
         if held:
             request.other_tokens = load.tokens
-        if granted == 0 and now_ms - request.user.arrival_ms > self.limits.held_ms:
+        if granted == 0 and now_ms > request.due_ms:
             # Held back for ever it would starve.
             self.overrides += 1
             granted = min(tokens, self.limits.smallest_chunk_tokens)
