@@ -45,6 +45,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from vllm_kairos.core.messages import schedule_params
+from vllm_kairos.core.step_load import StepLoad
 from vllm_kairos.core.step_model import Predictor, StepModel
 from vllm_kairos.engine.scheduler import AsyncKairosScheduler, KairosScheduler
 
@@ -173,6 +174,7 @@ class Step:
         started_ms: Virtual time.
         latency_ms: How long it took.
         decodes: Requests that decode in it.
+        decodes_alone_ms: How long it would have taken with those alone.
     """
 
     tokens: dict[str, int]
@@ -180,6 +182,7 @@ class Step:
     started_ms: float
     latency_ms: float
     decodes: int
+    decodes_alone_ms: float
 
 
 def _as_predicted(latency_ms: float) -> float:
@@ -286,29 +289,24 @@ class VirtualEngine:
         raise AssertionError("the scheduler did not drain")
 
     def _run(self, output: SchedulerOutput) -> Step:
-        decodes = decode_kv = prefills = prefill_kv = prefill_tokens = 0
+        load = StepLoad()
         for request_id, tokens in output.num_scheduled_tokens.items():
             request = self.scheduler.requests[request_id]
             computed = request.num_computed_tokens - tokens
             drafts = len(output.scheduled_spec_decode_tokens.get(request_id, ()))
             if tokens == 1 + drafts and not request.is_prefill_chunk:
-                decodes += 1
-                decode_kv += computed
+                load.decodes += 1
+                load.decode_kv_tokens += computed
             else:
-                prefills += 1
-                prefill_kv += computed
-                prefill_tokens += tokens
-        latency = self.truth(
-            self.model.step_ms(
-                decodes, decode_kv, prefill_tokens, prefill_kv, max(prefills, 1)
-            )
-        )
+                load.add_prefill(tokens, computed)
+        latency = self.truth(self.model.load_ms(load))
         step = Step(
             dict(output.num_scheduled_tokens),
             output.total_num_scheduled_tokens,
             self.now_ms,
             latency,
-            decodes,
+            load.decodes,
+            self.model.step_ms(load.decodes, load.decode_kv_tokens),
         )
         self.now_ms += latency if step.total else 1.0
         self.steps.append(step)

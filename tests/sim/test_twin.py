@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,7 +17,10 @@ from vllm.v1.core.sched.scheduler import Scheduler
 if not hasattr(Scheduler, "_get_new_tokens_limiter"):
     pytest.skip("vLLM lacks the Kairos patch set", allow_module_level=True)
 
+from tests.engine.test_state_report import profile_of_model
 from tests.engine.virtual import BLOCK_SIZE, MODEL, VirtualEngine, make_scheduler
+from vllm_kairos.core.chunk_rule import AdaptiveRule, ChunkRule, PlannedRule
+from vllm_kairos.core.feedback import Feedback
 from vllm_kairos.sim.engine_request import (
     EngineRequest,
     Leg,
@@ -27,6 +32,7 @@ from vllm_kairos.sim.traces import TraceRow
 
 WIDE = 64
 HELD_MS = 400.0
+TAU_MS = 20.0
 
 
 @dataclass
@@ -91,11 +97,24 @@ def random_jobs(rng: random.Random, caching: bool) -> list[Job]:
 class Twins:
     """The real scheduler and the simulated node, fed alike."""
 
-    def __init__(self, blocks: int, seqs: int, budget: int, caching: bool, policy: str):
+    def __init__(
+        self,
+        blocks: int,
+        seqs: int,
+        budget: int,
+        caching: bool,
+        policy: str,
+        profile: str | None,
+    ):
+        kairos: dict[str, Any] = {"ttft_slo_ms": HELD_MS, "mode": "planned"}
+        rule: ChunkRule = PlannedRule()
+        if profile is not None:
+            kairos |= {"mode": "adaptive", "profile": profile, "tau_ms": TAU_MS}
+            rule = AdaptiveRule(MODEL, Feedback(TAU_MS, 0.9))
         # One of vLLM's blocks is the null block.
         self.engine = VirtualEngine(
             make_scheduler(
-                kairos={"ttft_slo_ms": HELD_MS, "mode": "planned"},
+                kairos=kairos,
                 max_num_seqs=seqs,
                 budget_tokens=budget,
                 num_blocks=blocks + 1,
@@ -112,7 +131,7 @@ class Twins:
             priority=policy == "priority",
             held_ms=HELD_MS,
         )
-        self.node = Node("n", limits)
+        self.node = Node("n", limits, rule)
         self.loading: dict[EngineRequest, int] = {}
         self.delay: dict[EngineRequest, int] = {}
         self.preemptions = 0
@@ -153,17 +172,13 @@ class Twins:
         assert some == bool(real.total)
         if some:
             load = self.node.load
-            latency = MODEL.step_ms(
-                load.decodes,
-                load.decode_kv_tokens,
-                load.prefill_tokens,
-                load.prefill_kv_tokens,
-                max(load.prefills, 1),
-            )
+            latency = MODEL.load_ms(load)
             # The harness counts a deflected prompt's last single token as a
             # decode, engine and node as a chunk.
             if not any(n == 1 and r.tracker for r, n in self.node.scheduled):
                 assert latency == pytest.approx(real.latency_ms, abs=1e-9)
+            # The engine is told of a step's time by its own clock.
+            self.node.rule.observe(load, latency, real.latency_ms)
             _, done = self.node.finish_step()
             self.finished += len(done)
         self.preemptions += len(self.node.preempted)
@@ -178,13 +193,19 @@ class Twins:
         assert self.node.kv.free_blocks == pool.get_num_free_blocks()
 
 
-def run_twins(seed: int, policy: str = "fcfs", caching: bool = False) -> Twins:
+def run_twins(
+    seed: int,
+    policy: str = "fcfs",
+    caching: bool = False,
+    profile: str | None = None,
+) -> Twins:
     rng = random.Random(seed)
     jobs = random_jobs(rng, caching)
     longest = max(j.row.prompt_tokens + j.row.output_tokens for j in jobs)
     # From barely enough KV for the longest request to plenty.
     blocks = -(-longest // BLOCK_SIZE) + rng.choice((1, 10, 40, 400))
-    twins = Twins(blocks, rng.choice((6, 64)), rng.choice((128, 512)), caching, policy)
+    seqs, budget = rng.choice((6, 64)), rng.choice((128, 512))
+    twins = Twins(blocks, seqs, budget, caching, policy, profile)
     coming = list(enumerate(jobs))
     for _ in range(20_000):
         while coming and coming[0][1].at_ms <= twins.engine.now_ms:
@@ -213,6 +234,11 @@ def test_with_prefix_caching_too(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(200, 210))
 def test_by_priority_too(seed: int) -> None:
     run_twins(seed, policy="priority", caching=seed % 2 == 0)
+
+
+@pytest.mark.parametrize("seed", range(300, 320))
+def test_with_adaptive_chunks_too(seed: int, tmp_path: Path) -> None:
+    run_twins(seed, profile=profile_of_model(tmp_path / "p.json"))
 
 
 def test_the_random_workloads_preempt_hold_back_and_deflect() -> None:

@@ -117,7 +117,7 @@ class AdaptiveRule(ChunkRule):
         wanted_tokens: int,
         tracker: ChunkTracker | None,
     ) -> int:
-        if tracker is None and load.decodes == 0:
+        if tracker is None and load.decodes == 0 and not load.guarded:
             return wanted_tokens
         chunk = self._model.largest_addition(
             load, computed_tokens, self._feedback.limit_ms, wanted_tokens
@@ -178,6 +178,7 @@ def share_by_slack(
         shares[claim.key] = tokens
         if tokens:
             load.add_prefill(tokens, claim.computed_tokens)
+            load.guarded = True
     return shares
 
 

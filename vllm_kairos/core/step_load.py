@@ -20,6 +20,7 @@ class StepLoad:
         prefill_kv_tokens: Tokens they had computed before, ``p``.
         attended: ``sum(c_i * p_i)``.
         squared: ``sum(c_i ** 2)``.
+        guarded: A deflected prefill is among them.
     """
 
     decodes: int = 0
@@ -30,6 +31,7 @@ class StepLoad:
     prefill_kv_tokens: int = 0
     attended: float = 0.0
     squared: float = 0.0
+    guarded: bool = False
 
     @property
     def tokens(self) -> int:

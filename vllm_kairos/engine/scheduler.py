@@ -191,13 +191,10 @@ class KairosMixin(Scheduler):
         phases = self._phases
         held = phases.deflected.get(request_id)
         load = self._load
-        if held is None:
-            if request_id in phases.decoding or request_id in phases.awaiting_kv:
-                return tokens  # Counted when the step began.
-            if tokens <= 1:
-                load.decodes += 1
-                load.decode_tokens += 1
-                return tokens
+        if held is None and (
+            request_id in phases.decoding or request_id in phases.awaiting_kv
+        ):
+            return tokens  # Counted when the step began.
         share = self._shares.get(request_id)
         if share is not None:
             granted = min(tokens, share)
@@ -211,6 +208,7 @@ class KairosMixin(Scheduler):
             share = None
         if granted and share is None:
             load.add_prefill(granted, computed)
+            load.guarded |= held is not None
         return granted
 
     def _past_target(

@@ -344,13 +344,8 @@ class Node:
     ) -> int:
         held = request in self.deflected
         load = self.load
-        if not held:
-            if request.phase == Phase.DECODE or request in self.awaiting:
-                return tokens
-            if tokens <= 1:
-                load.decodes += 1
-                load.decode_tokens += 1
-                return tokens
+        if not held and (request.phase == Phase.DECODE or request in self.awaiting):
+            return tokens
         tracker = request.tracker if held else None
         shared = self._shares is not None and request in self._shares
         if shared:
@@ -367,6 +362,7 @@ class Node:
             shared = False
         if granted and not shared:
             load.add_prefill(granted, computed)
+            load.guarded |= held
         return granted
 
     def _note_step(self) -> None:
