@@ -9,6 +9,7 @@ packs the queue into steps as vLLM's scheduler does.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 from vllm_kairos.core.fleet import NodeState, PrefillWork
 from vllm_kairos.core.step_model import StepModel
@@ -82,11 +83,94 @@ def drain_ms(model: StepModel, queue: list[PrefillWork], budget_tokens: int) -> 
     return total
 
 
+class PrefillQueue:
+    """`drain_ms` of a queue, and with one more prompt at its end in no time.
+
+    Args:
+        model: Step model.
+        queue: Prompts in the order served.
+        budget_tokens: ``chi_p``.
+
+    Attributes:
+        drain_ms: Time to prefill the queue to its end.
+    """
+
+    __slots__ = (
+        "drain_ms",
+        "_model",
+        "_budget",
+        "_closed_ms",
+        "_tokens",
+        "_prefix",
+        "_prefills",
+    )
+
+    def __init__(
+        self, model: StepModel, queue: Iterable[PrefillWork], budget_tokens: int
+    ):
+        self._model = model
+        self._budget = budget_tokens
+        self._closed_ms = 0.0
+        self._tokens = self._prefix = self._prefills = 0
+        for work in queue:
+            if work.tokens > 0:
+                self._pack(work.tokens, work.computed)
+        self.drain_ms = self._closed_ms
+        if self._tokens:
+            self.drain_ms += model.step_ms(
+                0, 0, self._tokens, self._prefix, self._prefills
+            )
+
+    def _pack(self, left: int, computed: int) -> None:
+        """Add a prompt; a step that is full is closed."""
+        while left > 0:
+            take = min(self._budget - self._tokens, left)
+            self._tokens += take
+            self._prefix += computed
+            self._prefills += 1
+            left -= take
+            computed += take
+            if self._tokens == self._budget:
+                self._closed_ms += self._model.step_ms(
+                    0, 0, self._tokens, self._prefix, self._prefills
+                )
+                self._tokens = self._prefix = self._prefills = 0
+
+    def drain_with_ms(self, tokens: int, computed: int = 0) -> float:
+        """Time to prefill the queue and one more prompt behind it.
+
+        Args:
+            tokens: Prompt tokens to compute, at least one.
+            computed: Those already in the KV cache.
+        """
+        model, budget = self._model, self._budget
+        take = min(budget - self._tokens, tokens)
+        total = self._closed_ms + model.step_ms(
+            0, 0, self._tokens + take, self._prefix + computed, self._prefills + 1
+        )
+        left = tokens - take
+        if left == 0:
+            return total
+        done = computed + take
+        whole, left = divmod(left, budget)
+        if whole:
+            # Steps of this prompt alone differ by their prefix only.
+            one, _, _, c, p, n, cp, cc, _, _ = model.coefficients(False)
+            prefix = whole * done + budget * (whole * (whole - 1) // 2)
+            total += whole * (one + n + budget * (c + cc * budget))
+            total += prefix * (p + cp * budget)
+            done += whole * budget
+        if left:
+            total += model.step_ms(0, 0, left, done, 1)
+        return total
+
+
 def ttft_prefill_ms(
     node: NodeState,
     prompt_tokens: int,
     cached_tokens: int = 0,
     decode_step_ms: float = 0.0,
+    queue: PrefillQueue | None = None,
 ) -> float:
     """Eq. 1 exactly, with the terms the paper leaves out.
 
@@ -99,14 +183,17 @@ def ttft_prefill_ms(
         cached_tokens: Prefix of the prompt this node already holds.
         decode_step_ms: A step of the decode node the KV goes to: the first
             token comes out of the first step after the KV has arrived.
+        queue: The node's queue, where the caller keeps it.
     """
     assert node.model is not None
+    if queue is None:
+        queue = PrefillQueue(node.model, node.prefills, node.budget_tokens)
     cached = min(cached_tokens, prompt_tokens - 1)
-    queue = [w for w in node.prefills if w.tokens > 0]
-    queue.append(PrefillWork(prompt_tokens - cached, cached))
-    wait = node.step_in_flight_ms + drain_ms(node.model, queue, node.budget_tokens)
-    alone = drain_ms(node.model, queue[-1:], node.budget_tokens)
-    wait = max(wait - node.worked_off_ms, alone)
+    wait = node.step_in_flight_ms + queue.drain_with_ms(prompt_tokens - cached, cached)
+    if node.worked_off_ms > 0.0:
+        alone = PrefillQueue(node.model, (), node.budget_tokens)
+        least = alone.drain_with_ms(prompt_tokens - cached, cached)
+        wait = max(wait - node.worked_off_ms, least)
     if node.link is not None:
         wait += node.link.transfer_ms(prompt_tokens, node.link_backlog_bytes)
     return wait + decode_step_ms

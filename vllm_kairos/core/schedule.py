@@ -4,27 +4,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
+from vllm_kairos.core.chunk_planner import ChunkPlanner, Schedule
 from vllm_kairos.core.step_model import StepModel
 
-
-@dataclass(frozen=True, slots=True)
-class Schedule:
-    """A chunk schedule and its predicted steps.
-
-    Attributes:
-        chunks: ``[chi_1, ...]``: tokens of each whole step, decodes included.
-        step_ms: Predicted latency of each of those steps.
-    """
-
-    chunks: tuple[int, ...]
-    step_ms: tuple[float, ...]
-
-    @property
-    def total_ms(self) -> float:
-        """Eq. 6: the sum of the step latencies."""
-        return sum(self.step_ms)
+__all__ = ["ChunkPlanner", "Schedule", "closed_form_schedule", "paper_schedule"]
 
 
 def paper_schedule(
@@ -100,15 +84,7 @@ def closed_form_schedule(
             be no headroom at all: it would cost more in fixed step time than
             it serves.
     """
-    served = min(cached_tokens, prompt_tokens - 1)
-    chunks: list[int] = []
-    steps: list[float] = []
-    while served < prompt_tokens:
-        most = min(prompt_tokens - served, budget_tokens - decodes)
-        chunk = model.largest_chunk(decodes, decode_kv_tokens, served, limit_ms, most)
-        if chunk < min(smallest_tokens, prompt_tokens - served) or chunk <= 0:
-            return None
-        chunks.append(chunk + decodes)
-        steps.append(model.step_ms(decodes, decode_kv_tokens, chunk, served))
-        served += chunk
-    return Schedule(tuple(chunks), tuple(steps))
+    planner = ChunkPlanner(
+        model, decodes, decode_kv_tokens, budget_tokens, limit_ms, smallest_tokens
+    )
+    return planner.schedule(prompt_tokens, cached_tokens)

@@ -189,6 +189,19 @@ class StepModel:
             mix if self._max else tuple(d + m for d, m in zip(dec, mix, strict=True))
         )
 
+    def coefficients(self, decoding: bool) -> tuple[float, ...]:
+        """Weights of `TERMS` of a step that prefills, decode step folded in.
+
+        Args:
+            decoding: Whether it decodes too.
+        """
+        return self._mix if decoding else self._pf
+
+    @property
+    def decode_coefficients(self) -> tuple[float, float, float]:
+        """Weights of ``1``, ``B`` and ``K`` of a step that only decodes."""
+        return self._dec
+
     def step_ms(
         self,
         decodes: int,

@@ -1,0 +1,269 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Largest safe chunks on one node (Eq. 5 in closed form), fast.
+
+A decision asks for schedules on every decode node of a fleet, on every
+request's path. What depends on the node alone is worked out once, a chunk then
+takes one square root, and most nodes are ruled out by a bound from below on
+their schedule's total, without the schedule.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from vllm_kairos.core.step_model import StepModel
+
+#: A bound is given away by this share, so that rounding cannot lift it over
+#: what it bounds.
+_ROUNDING = 1e-9
+#: Points at which `ChunkPlanner.floor_ms` takes the size of a chunk.
+_POINTS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """A chunk schedule and its predicted steps.
+
+    Attributes:
+        chunks: ``[chi_1, ...]``: tokens of each whole step, decodes included.
+        step_ms: Predicted latency of each of those steps.
+    """
+
+    chunks: tuple[int, ...]
+    step_ms: tuple[float, ...]
+
+    @property
+    def total_ms(self) -> float:
+        """Eq. 6: the sum of the step latencies."""
+        return sum(self.step_ms)
+
+
+class ChunkPlanner:
+    """Schedules of largest safe chunks beside one node's decodes.
+
+    Args:
+        model: Step model of the node.
+        decodes: ``B_n``.
+        decode_kv_tokens: ``K_n``.
+        budget_tokens: The engine's own step budget.
+        limit_ms: ``beta * tau``.
+        smallest_tokens: A chunk below this, unless it is the last, is held to
+            be no headroom at all: it would cost more in fixed step time than
+            it serves.
+
+    Attributes:
+        first_tokens: The first chunk of a long prompt of which nothing is
+            cached; ``0`` where not one token fits.
+    """
+
+    __slots__ = (
+        "decodes",
+        "limit_ms",
+        "first_tokens",
+        "_room",
+        "_smallest",
+        "_base",
+        "_n",
+        "_p",
+        "_lin",
+        "_cp",
+        "_cc",
+        "_decode_ms",
+        "_first_ms",
+    )
+
+    def __init__(
+        self,
+        model: StepModel,
+        decodes: int,
+        decode_kv_tokens: float,
+        budget_tokens: int,
+        limit_ms: float,
+        smallest_tokens: int = 16,
+    ):
+        self.decodes = decodes
+        self.limit_ms = limit_ms
+        self._room = budget_tokens - decodes
+        self._smallest = smallest_tokens
+        # Sums in the order of `StepModel.step_ms`: a chunk found here is
+        # within the limit there to the last bit.
+        one, b, k, c, p, n, cp, cc, cb, ck = model.coefficients(decodes > 0)
+        self._base = one + b * decodes + k * decode_kv_tokens
+        self._lin = c + cb * decodes + ck * decode_kv_tokens
+        self._n, self._p, self._cp, self._cc = n, p, cp, cc
+        # A step of ``max`` is never below its decode step; one of ``add``
+        # holds it already.
+        self._decode_ms = (
+            model.step_ms(decodes, decode_kv_tokens)
+            if decodes > 0 and model.combine == "max"
+            else 0.0
+        )
+        self.first_tokens = model.largest_chunk(
+            decodes, decode_kv_tokens, 0, limit_ms, self._room
+        )
+        self._first_ms = model.step_ms(decodes, decode_kv_tokens, self.first_tokens)
+
+    def schedule(self, prompt_tokens: int, cached_tokens: int = 0) -> Schedule | None:
+        """The schedule of a prompt, `None` where none is safe.
+
+        Args:
+            prompt_tokens: ``l_r``.
+            cached_tokens: Prefix of the prompt already on the node.
+        """
+        chunks: list[int] = []
+        steps: list[float] = []
+        total = self.walk_ms(prompt_tokens, cached_tokens, math.inf, chunks, steps)
+        return None if total is None else Schedule(tuple(chunks), tuple(steps))
+
+    def walk_ms(
+        self,
+        prompt_tokens: int,
+        cached_tokens: int = 0,
+        most_ms: float = math.inf,
+        chunks: list[int] | None = None,
+        steps: list[float] | None = None,
+    ) -> float | None:
+        """Total of a prompt's schedule, the schedule itself where asked for.
+
+        `StepModel.largest_chunk` and `StepModel.step_ms` written out: this
+        loop is where the time of a decision goes.
+
+        Args:
+            prompt_tokens: ``l_r``.
+            cached_tokens: Prefix of the prompt already on the node.
+            most_ms: Where the total is above this, any number above it may be
+                returned, also in place of `None`.
+            chunks: Takes ``[chi_1, ...]``.
+            steps: Takes the latency of each step.
+
+        Returns:
+            Eq. 6; `None` where there is no schedule.
+        """
+        sqrt = math.sqrt
+        base, lin, wp, n = self._base, self._lin, self._p, self._n
+        cp, cc, limit = self._cp, self._cc, self.limit_ms
+        most, smallest, decode_ms = self._room, self._smallest, self._decode_ms
+        if decode_ms > limit or most <= 0:
+            return None
+        served = cached_tokens if cached_tokens < prompt_tokens else prompt_tokens - 1
+        four = 4.0 * cc
+        total = 0.0
+        found = chunks if chunks is not None else []
+        add, add_ms = found.append, None if steps is None else steps.append
+        while served < prompt_tokens:
+            fixed = base + wp * served + n
+            room = limit - fixed
+            slope = lin + cp * served
+            root = slope + sqrt(slope * slope + four * room) if room > 0.0 else 0.0
+            if root > 0.0:
+                # Rounding may land one token over the bound.
+                fits = 2.0 * room / root
+                chunk = int(fits) if fits < most else most
+            else:
+                flat = slope == 0.0 and cc == 0.0 and room >= 0.0
+                chunk = most if flat else 0
+            if served + chunk > prompt_tokens:
+                chunk = prompt_tokens - served
+            step = fixed + chunk * (lin + (cp * served + cc * chunk))
+            while step > limit and chunk > 0:
+                chunk -= 1
+                step = fixed + chunk * (lin + (cp * served + cc * chunk))
+            served += chunk
+            if chunk < smallest and (chunk == 0 or served < prompt_tokens):
+                return None
+            if step < decode_ms:
+                step = decode_ms
+            total += step
+            add(chunk)
+            if add_ms is not None:
+                add_ms(step)
+            if total > most_ms:
+                return total
+        if self.decodes:
+            decodes = self.decodes
+            found[:] = [chunk + decodes for chunk in found]
+        return total
+
+    def quick_floor_ms(self, prompt_tokens: int, cached_tokens: int = 0) -> float:
+        """A bound from below on `total_ms`; infinite where there is no schedule.
+
+        No chunk is larger than the first, and every step but the last is one
+        token short of the limit or of the engine's budget. A handful of
+        operations, for a first look at every node.
+        """
+        first = self.first_tokens
+        if first == 0:
+            return math.inf
+        if cached_tokens >= prompt_tokens:
+            cached_tokens = prompt_tokens - 1
+        left = prompt_tokens - cached_tokens
+        steps = (left - 1) // first
+        if steps == 0:
+            return self._last_ms() * (1.0 - _ROUNDING)
+        floor = steps * self._full_ms(prompt_tokens) + self._last_ms()
+        return floor * (1.0 - _ROUNDING)
+
+    def floor_ms(self, prompt_tokens: int, cached_tokens: int = 0) -> float:
+        """A closer bound from below on `total_ms`, at the cost of few roots.
+
+        Chunk ``i`` starts at ``p_i`` and is no larger than the root
+        ``c(p_i)``, so there are at least as many as the integral of
+        ``1 / c(max(0, x - s))`` over the prompt, with ``s`` no smaller than any
+        chunk there. That integrand is convex, so the midpoint rule is below
+        the integral.
+        """
+        first = self.first_tokens
+        if first == 0:
+            return math.inf
+        if cached_tokens >= prompt_tokens:
+            cached_tokens = prompt_tokens - 1
+        left = prompt_tokens - cached_tokens
+        if left <= first:
+            return self._last_ms() * (1.0 - _ROUNDING)
+        width = left / _POINTS
+        at = cached_tokens + 0.5 * width
+        chunks = 0.0
+        base = self._base + self._n
+        shift: float = first
+        seen, last = -math.inf, shift
+        for _ in range(_POINTS):
+            if seen <= at - 0.5 * width - first:
+                # Chunks of this part start later and are no larger.
+                shift = min(shift, last)
+            start = at - shift
+            if start < cached_tokens:
+                start = cached_tokens
+            room = self.limit_ms - base - self._p * start
+            per_token = 1.0 / self._room
+            if room > 0.0:
+                slope = self._lin + self._cp * start
+                root = slope + math.sqrt(slope * slope + 4.0 * self._cc * room)
+                if root > per_token * 2.0 * room:
+                    per_token = root / (2.0 * room)
+            elif room < -_ROUNDING * self.limit_ms:
+                # The chunk this point lies in starts no sooner.
+                return math.inf
+            chunks += width * per_token
+            seen, last = start, 1.0 / per_token
+            at += width
+        steps = math.ceil(chunks * (1.0 - _ROUNDING)) - 1
+        quick = (left - 1) // first
+        if steps < quick:
+            steps = quick
+        floor = steps * self._full_ms(prompt_tokens) + self._last_ms()
+        return floor * (1.0 - _ROUNDING)
+
+    def _full_ms(self, prompt_tokens: int) -> float:
+        """Least step that is not the last: one more token breaks a bound."""
+        short = self._lin + self._cp * prompt_tokens
+        short += self._cc * (2 * self.first_tokens + 1)
+        full = self.limit_ms - short
+        if self._first_ms < full:
+            full = self._first_ms
+        return max(full, self._decode_ms, self._last_ms())
+
+    def _last_ms(self) -> float:
+        """Least step of all."""
+        last = self._base + self._n
+        return last if last > self._decode_ms else self._decode_ms
