@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What Kairos costs a step: schedule() + update_from_output() against vLLM's own.
+
+The stock scheduler and Kairos take turns, a block of steps each, in one
+process, so that a machine that slows down slows both. Reported is the median
+over the turns of the ratio of their times. Budgets (DESIGN, "Speed"): within 2 %
+with nothing deflected at 1, 32 and 256 running requests; within 5 % with a
+deflected prefill and the loop on; a state report within 50 microseconds.
+
+    python ci/bench/scheduler_overhead.py [--json] [--turns N]
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.outputs import ModelRunnerOutput
+
+from tests.engine.test_state_report import profile_of_model
+from tests.engine.virtual import VirtualEngine, make_scheduler
+
+BUDGET_IDLE = 1.02
+BUDGET_DEFLECTED = 1.05
+BUDGET_REPORT_US = 50.0
+STEPS = 40
+
+
+def timed_step(scheduler: Any) -> float:
+    """One step of decodes and prefill chunks; seconds the scheduler took."""
+    started = time.perf_counter()
+    output = scheduler.schedule()
+    scheduled = time.perf_counter()
+    ids = list(output.num_scheduled_tokens)
+    sampled = [[] if scheduler.requests[r].is_prefill_chunk else [11] for r in ids]
+    result = ModelRunnerOutput(
+        req_ids=ids,
+        req_id_to_index={r: i for i, r in enumerate(ids)},
+        sampled_token_ids=sampled,
+    )
+    again = time.perf_counter()
+    scheduler.update_from_output(output, result)
+    return scheduled - started + time.perf_counter() - again
+
+
+class Arm:
+    """A scheduler with so many requests that decode, and what prefills."""
+
+    def __init__(self, scheduler: Any, running: int, deflect: bool | None):
+        self.engine = VirtualEngine(scheduler)
+        scheduler.step_clock_s = time.perf_counter
+        scheduler.wall_clock_s = time.time
+        self.scheduler = scheduler
+        self.deflect = deflect
+        for _ in range(running):
+            self.engine.add(64, 60_000)
+        for _ in range(3):
+            timed_step(scheduler)
+        self.prefill: str | None = None
+
+    def block(self) -> float:
+        """Seconds of a block of steps, a prefill under way in each if wanted."""
+        total = 0.0
+        for _ in range(STEPS):
+            if self.deflect is not None and (
+                self.prefill not in self.scheduler.requests
+                or not self.scheduler.requests[self.prefill].is_prefill_chunk
+            ):
+                if self.prefill in self.scheduler.requests:
+                    self.engine.abort(self.prefill)
+                # Both arms prefill; only one has a schedule to honour.
+                chunks = [400] * 100 if self.deflect else None
+                self.prefill = self.engine.add(20_000, 4, chunks=chunks)
+                timed_step(self.scheduler)
+            total += timed_step(self.scheduler)
+        return total
+
+
+def compare(running: int, turns: int, deflect: bool, profile: str) -> dict[str, float]:
+    """Stock against Kairos, turn by turn."""
+    options: dict[str, Any] = {"max_num_seqs": 300, "num_blocks": 60_000}
+    if deflect:
+        # The stock scheduler chunks by its own budget, of the same size.
+        options["budget_tokens"] = running + 400
+    stock = Arm(
+        make_scheduler(Scheduler, **options), running, False if deflect else None
+    )
+    kairos = {"profile": profile, "mode": "adaptive"} if deflect else {}
+    ours = Arm(
+        make_scheduler(kairos=kairos, **options), running, True if deflect else None
+    )
+    stock.block(), ours.block()
+    ratios, times = [], []
+    for turn in range(turns):
+        arms = (stock, ours) if turn % 2 else (ours, stock)
+        took = {arm: arm.block() for arm in arms}
+        ratios.append(took[ours] / took[stock])
+        times.append(took[stock] / STEPS * 1e6)
+    return {
+        "running": running,
+        "ratio": statistics.median(ratios),
+        "stock_us": statistics.median(times),
+    }
+
+
+def report_us(running: int) -> float:
+    """Scheduler time of a state report, microseconds."""
+    arm = Arm(make_scheduler(max_num_seqs=300, num_blocks=60_000), running, None)
+    for _ in range(20):
+        arm.engine.add(3000, 4, chunks=[256] * 20)
+        arm.engine.add(3000, 4)
+    arm.block()
+    times = []
+    for _ in range(500):
+        started = time.perf_counter()
+        arm.scheduler._take_snapshot()
+        times.append(time.perf_counter() - started)
+    return statistics.median(times) * 1e6
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--json", action="store_true", help="JSON on the last line")
+    parser.add_argument("--turns", type=int, default=60)
+    args = parser.parse_args()
+    gc.freeze()
+    folder = tempfile.mkdtemp(prefix="kairos-bench-")
+    profile = profile_of_model(Path(folder) / "p.json")
+    idle = [compare(n, args.turns, False, profile) for n in (1, 32, 256)]
+    deflected = [compare(n, args.turns, True, profile) for n in (1, 32, 256)]
+    report = report_us(256)
+    passed = (
+        all(row["ratio"] <= BUDGET_IDLE for row in idle)
+        and all(row["ratio"] <= BUDGET_DEFLECTED for row in deflected)
+        and report <= BUDGET_REPORT_US
+    )
+    for name, rows, budget in (
+        ("nothing deflected", idle, BUDGET_IDLE),
+        ("a deflected prefill", deflected, BUDGET_DEFLECTED),
+    ):
+        for row in rows:
+            print(
+                f"{name:20} {row['running']:4} running: {row['ratio']:.3f} x stock "
+                f"({row['stock_us']:.0f} us a step), budget {budget}"
+            )
+    print(f"state report {report:.1f} us, budget {BUDGET_REPORT_US:.0f}")
+    if args.json:
+        print(
+            json.dumps(
+                {
+                    "idle": idle,
+                    "deflected": deflected,
+                    "report_us": report,
+                    "passed": passed,
+                }
+            )
+        )
+    return 0 if passed else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
