@@ -35,6 +35,7 @@ class Feedback:
         late_share: Target share of steps over `tau_ms`.
         memory_steps: Steps after which an observation has lost most of its
             weight.
+        learns: False keeps the starting bound, for comparison.
     """
 
     #: Observations that the starting values weigh as much as.
@@ -57,6 +58,7 @@ class Feedback:
         "_mean",
         "_variance",
         "_trim",
+        "_learns",
     )
 
     def __init__(
@@ -66,6 +68,7 @@ class Feedback:
         beta_most: float = 0.98,
         late_share: float = 0.005,
         memory_steps: int = 400,
+        learns: bool = True,
     ):
         self.tau_ms = tau_ms
         self.late = 0
@@ -79,6 +82,7 @@ class Feedback:
         # The spread that would make the starting bound the right one.
         self._variance = (-math.log(beta) / self._z) ** 2
         self._trim = 1.0
+        self._learns = learns
         self.limit_ms = self._limit_ms()
 
     @property
@@ -98,15 +102,17 @@ class Feedback:
             predicted_ms: As the profile says, uncorrected.
             measured_ms: As it was.
         """
+        self.steps += 1
+        self.late += measured_ms > self.tau_ms
+        if not self._learns:
+            return
         ratio = math.log(measured_ms / predicted_ms)
         ratio = max(-self._MOST_LOG_RATIO, min(self._MOST_LOG_RATIO, ratio))
         weight = self._weight = self._weight * self._decay + 1.0
         delta = ratio - self._mean
         self._mean += delta / weight
         self._variance += (delta * (ratio - self._mean) - self._variance) / weight
-        self.steps += 1
         if measured_ms > self.tau_ms:
-            self.late += 1
             self._trim *= 1.0 - self._TRIM_STEP * (1.0 - self._late_share)
         elif predicted_ms >= 0.97 * self.limit_ms:
             # A step far below the bound tells nothing of where it should be.

@@ -17,6 +17,7 @@ import sys
 from typing import Any
 
 from vllm_kairos.core.policies import policies
+from vllm_kairos.core.policies.kairos import PARTS
 from vllm_kairos.files import UserError, write_atomically
 from vllm_kairos.sim.capacity import plan, rps99
 from vllm_kairos.sim.cells import Cell, PolicySpec, run_cells
@@ -77,6 +78,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_cluster_arguments(parser)
     group = parser.add_argument_group("questions")
     group.add_argument(
+        "--ablate",
+        action="store_true",
+        help="kairos whole, and without one of its parts at a time, in place of "
+        "--policy",
+    )
+    group.add_argument(
         "--capacity",
         action="store_true",
         help="find the highest rate at which 99 %% of requests meet both SLOs",
@@ -104,7 +111,11 @@ def run(args: argparse.Namespace) -> int:
     elif args.arrivals == "gamma" and cv is None:
         cv = 1.3
     workload = workload_of(args.workload, args.requests, cv)
-    specs = [parse_policy(text, settings) for text in args.policy]
+    policy = args.policy
+    if args.ablate:
+        without = [f"kairos:{part}={value}" for part, value in PARTS.items()]
+        policy = ["kairos", *without]
+    specs = [parse_policy(text, settings) for text in policy]
     rates: list[float | None] = [None]
     if args.rate:
         rates = list(parse_numbers(args.rate, "--rate", whole=False))

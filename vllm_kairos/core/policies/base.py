@@ -146,7 +146,7 @@ class Policy(abc.ABC):
 
     name: ClassVar[str]
     source: ClassVar[str]
-    sees: ClassVar[Literal["reports", "ledger", "truth"]] = "ledger"
+    sees: Literal["reports", "ledger", "truth"] = "ledger"
 
     def __init__(self, settings: Settings):
         self.settings = settings

@@ -17,6 +17,7 @@ from vllm_kairos.core.policies.disagg import least_loaded_decode
 from vllm_kairos.core.prefill import (
     drain_ms,
     marginal_prefill_ms,
+    queue_wait_paper_ms,
     ttft_prefill_ms,
     ttft_prefill_paper_ms,
 )
@@ -24,6 +25,20 @@ from vllm_kairos.core.route import Estimates, Route
 from vllm_kairos.core.schedule import Schedule, closed_form_schedule, paper_schedule
 from vllm_kairos.core.settings import Settings
 from vllm_kairos.core.step_model import StepModel
+
+#: Every part that goes beyond the paper, and what it is without.
+PARTS = {
+    "dispatch": "eager",
+    "chunks": "planned",
+    "feedback": "false",
+    "order": "arrival",
+    "several": "false",
+    "sizes": "candidates",
+    "ttft": "paper",
+    "balance": "round_robin",
+    "transfer": "false",
+    "ledger": "false",
+}
 
 #: Requests looked at in one decision, from the front of the queue.
 _WINDOW = 256
@@ -62,6 +77,8 @@ class Kairos(Policy):
         balance: The prefill node: ``least`` predicted TTFT or
             ``round_robin``.
         transfer: Count the KV transfer and the wait for a decode step.
+        feedback: The engine's loop learns from its errors.
+        ledger: Count what was dispatched and is in no report yet.
         lead_ms: Work a node is kept supplied with, so that it does not idle
             between two looks at it.
         oldest_slos: A request older than this many TTFT SLOs goes first.
@@ -81,6 +98,8 @@ class Kairos(Policy):
         ttft: str = "exact",
         balance: str = "least",
         transfer: bool = True,
+        feedback: bool = True,
+        ledger: bool = True,
         lead_ms: float = 150.0,
         oldest_slos: float = 8.0,
     ):
@@ -103,6 +122,8 @@ class Kairos(Policy):
         self.ttft = ttft
         self.balance = balance
         self.transfer = transfer
+        self.feedback = feedback
+        self.sees = "ledger" if ledger else "reports"
         self.lead_ms = lead_ms
         self.oldest_ms = oldest_slos * settings.ttft_slo_ms
         self._prefill = RoundRobin()
@@ -112,7 +133,7 @@ class Kairos(Policy):
         if self.chunks == "planned":
             return PlannedRule()
         s = self.settings
-        return AdaptiveRule(model, Feedback(s.tau_ms, s.beta))
+        return AdaptiveRule(model, Feedback(s.tau_ms, s.beta, learns=self.feedback))
 
     # --------------------------------------------------------------- eager
 
@@ -311,7 +332,7 @@ class _Assignment:
             return []
         queue = self._ordered()
         while queue:
-            name = min(self.drain, key=self.drain.__getitem__)
+            name = self._next_prefill()
             if self.drain[name] > lead:
                 break
             self._send_first(queue, name)
@@ -325,12 +346,26 @@ class _Assignment:
             ]
         return self.routed
 
+    def _next_prefill(self) -> str:
+        """The node that runs dry first, or the next in turn of those that do."""
+        least = min(self.drain, key=self.drain.__getitem__)
+        if self.policy.balance == "least":
+            return least
+        for _ in self.drain:
+            name = self.policy._prefill.pick(list(self.prefill.values())).node
+            if self.drain[name] <= self.policy.lead_ms:
+                return name
+        return least
+
     def _drain_ms(self, node: NodeState) -> float:
         """Time until a prefill node runs dry."""
         assert node.model is not None
         queue = [w for w in node.prefills if w.tokens > 0]
         total = node.step_in_flight_ms
-        if queue:
+        if queue and self.policy.ttft == "paper":
+            tokens = sum(w.tokens for w in queue)
+            total += queue_wait_paper_ms(node.model, tokens, node.budget_tokens)
+        elif queue:
             total += drain_ms(node.model, queue, node.budget_tokens)
         return max(0.0, total - node.worked_off_ms)
 
