@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The loop on the bound: bias corrected, share of late steps at its target."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from vllm_kairos.core.feedback import Feedback
+
+TAU_MS = 70.0
+
+
+def run(
+    feedback: Feedback, steps: int, sigma: float, bias: float, seed: int = 1
+) -> list[bool]:
+    """Steps packed to the bound: which of them came out late."""
+    rng = random.Random(seed)
+    late = []
+    for _ in range(steps):
+        predicted = feedback.limit_ms
+        measured = predicted * (1.0 + bias) * rng.lognormvariate(0.0, sigma)
+        feedback.observe(predicted, measured)
+        late.append(measured > TAU_MS)
+    return late
+
+
+def test_the_bound_starts_at_beta_tau() -> None:
+    assert Feedback(TAU_MS, 0.9).limit_ms == pytest.approx(0.9 * TAU_MS)
+
+
+def test_an_exact_model_lets_the_bound_rise_but_never_to_tau() -> None:
+    feedback = Feedback(TAU_MS, 0.9, beta_most=0.98)
+    assert not any(run(feedback, 4000, 0.0, 0.0))
+    assert 0.96 * TAU_MS < feedback.limit_ms <= 0.98 * TAU_MS
+
+
+@pytest.mark.parametrize("bias", [-0.2, 0.0, 0.15, 0.5])
+@pytest.mark.parametrize("sigma", [0.02, 0.05, 0.1])
+def test_late_steps_settle_at_or_under_the_target(sigma: float, bias: float) -> None:
+    late = run(Feedback(TAU_MS, 0.9, late_share=0.005), 12_000, sigma, bias)
+    assert sum(late[1000:]) / len(late[1000:]) <= 0.0065
+
+
+def test_the_bound_is_not_timid_where_the_model_is_good() -> None:
+    feedback = Feedback(TAU_MS, 0.9)
+    run(feedback, 6000, 0.02, 0.0)
+    assert feedback.limit_ms > 0.9 * TAU_MS
+
+
+def test_a_bias_is_learnt_within_few_steps() -> None:
+    feedback = Feedback(TAU_MS, 0.9)
+    late = run(feedback, 200, 0.0, 0.3)
+    assert sum(late[30:]) == 0
+    assert feedback.bias == pytest.approx(1.3, rel=0.05)
+
+
+def test_heavy_tails_are_met_by_the_trim() -> None:
+    feedback = Feedback(TAU_MS, 0.9, late_share=0.01)
+    rng = random.Random(3)
+    late = []
+    for _ in range(20_000):
+        predicted = feedback.limit_ms
+        # One step in fifty takes half as long again, whatever the model says.
+        slow = 1.25 if rng.random() < 0.02 else 1.0
+        measured = predicted * slow * rng.lognormvariate(0.0, 0.02)
+        feedback.observe(predicted, measured)
+        late.append(measured > TAU_MS)
+    assert sum(late[2000:]) / len(late[2000:]) <= 0.02
+
+
+def test_without_learning_the_bound_stays() -> None:
+    feedback = Feedback(TAU_MS, 0.9, learns=False)
+    late = run(feedback, 500, 0.0, 0.2)
+    assert all(late) and feedback.late == 500
+    assert feedback.limit_ms == pytest.approx(0.9 * TAU_MS)
