@@ -207,9 +207,7 @@ def check_test_texts(report: Report, old: Path, new: Path) -> None:
         added = sorted(after.keys() - before.keys())
         gone = sorted(before.keys() - after.keys())
         changed = sorted(
-            name
-            for name in before.keys() & after.keys()
-            if before[name] != after[name]
+            name for name in before.keys() & after.keys() if before[name] != after[name]
         )
         report.say(
             f"{path}: {len(after)} tests, {len(added)} new, {len(gone)} gone, "
@@ -223,7 +221,9 @@ def check_test_texts(report: Report, old: Path, new: Path) -> None:
 def _tests(path: Path) -> Iterator[tuple[str, str]]:
     if not path.is_file():
         return
-    for node in ast.walk(ast.parse(path.read_text())):
+    tree = vllm_symbols.parsed(path)
+    assert tree is not None
+    for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
             yield node.name, vllm_symbols.digest(node)
 

@@ -67,16 +67,29 @@ def module_path(tree: Path, module: str) -> str | None:
 
 
 @cache
-def _parsed(path: Path) -> ast.Module | None:
+def parsed(path: Path) -> ast.Module | None:
+    """A file's syntax tree without docstrings, `None` where there is none."""
     try:
-        return ast.parse(path.read_text())
+        tree = ast.parse(path.read_text())
     except OSError:
         return None
+    for node in ast.walk(tree):
+        body = getattr(node, "body", None)
+        if not isinstance(body, list) or not body:
+            continue
+        first = body[0]
+        if (
+            isinstance(first, ast.Expr)
+            and isinstance(first.value, ast.Constant)
+            and isinstance(first.value.value, str)
+        ):
+            body[:1] = [] if len(body) > 1 else [ast.Pass()]
+    return tree
 
 
 def find(tree: Path, path: str, name: str) -> Definition | None:
     """The definition of a qualified name in a file."""
-    node: ast.AST | None = _parsed(tree / path)
+    node: ast.AST | None = parsed(tree / path)
     for part in name.split("."):
         node = next(
             (item for item in _body(node) if part in _names(item)),
@@ -118,15 +131,7 @@ def signature(node: ast.AST) -> str:
 
 def digest(node: ast.AST) -> str:
     """Of what a definition does: comments, docstrings and layout left out."""
-    copy = ast.parse(ast.unparse(node))
-    for part in ast.walk(copy):
-        body = getattr(part, "body", None)
-        if not isinstance(body, list) or not body:
-            continue
-        first = body[0]
-        if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant):
-            body[0] = ast.Pass()
-    return hashlib.sha256(ast.dump(copy).encode()).hexdigest()
+    return hashlib.sha256(ast.dump(node).encode()).hexdigest()
 
 
 def uses(package: Path, tree: Path) -> list[Use]:
@@ -143,7 +148,7 @@ def uses(package: Path, tree: Path) -> list[Use]:
             found[path, name] = Use(path, name, how)
 
     for file in sorted(package.rglob("*.py")):
-        module = _parsed(file)
+        module = parsed(file)
         assert module is not None
         imported: dict[str, tuple[str, str]] = {}
         for node in ast.walk(module):
@@ -190,7 +195,7 @@ def attributes_read(package: Path, tree: Path) -> dict[str, set[str]]:
     """
     out: dict[str, set[str]] = {}
     for file in sorted(package.rglob("*.py")):
-        module = _parsed(file)
+        module = parsed(file)
         assert module is not None
         for node in ast.walk(module):
             if not isinstance(node, ast.ClassDef):

@@ -109,9 +109,7 @@ def _run(
                     **os.environ,
                     "HF_HUB_OFFLINE": "1",
                     "VLLM_LOGGING_LEVEL": "ERROR",
-                    "PYTHONPATH": os.pathsep.join(
-                        map(str, (*paths, CHECKOUT, folder))
-                    ),
+                    "PYTHONPATH": os.pathsep.join(map(str, (*paths, CHECKOUT, folder))),
                 },
                 stdin=subprocess.DEVNULL,
                 stdout=output,
