@@ -255,3 +255,20 @@ def test_the_sources_that_the_pipeline_names_are_there() -> None:
         for source in step.sources:
             assert any(p.startswith(source.rstrip("/")) for p in tracked), source
     assert {"Lint", "Patches", "Accuracy"} <= {s.label for s in pipeline.steps}
+
+
+def test_tests_that_start_an_engine_are_where_their_step_looks() -> None:
+    for path in (CHECKOUT / "tests").rglob("test_*.py"):
+        text = path.read_text()
+        if "mark." + "engine" in text:
+            assert path.parent == CHECKOUT / "tests" / "engine", path
+    commands = [
+        command
+        for step in run_pipeline.load(CHECKOUT / "ci/pipeline.yaml").steps
+        for command in step.commands
+    ]
+    unit = next(command for command in commands if "--ignore" in command)
+    others = " ".join(command for command in commands if command is not unit)
+    for word in unit.split():
+        if word.startswith("--ignore="):
+            assert word.removeprefix("--ignore=") in others, word
