@@ -235,7 +235,7 @@ def test_a_decode_node_takes_one_deflection_and_only_with_room(
     fleet = Fleet([node("p", prefills=[PrefillWork(10_000)])], [node("d", decodes=4)])
     for name, value in changes.items():
         setattr(fleet.decode[0], name, value)
-    route = make_policy("kairos", slo).route(Request(100), fleet)
+    route = make_policy("kairos", slo, several=False).route(Request(100), fleet)
     assert route.reason == reason
     assert route.deflected == (reason == "deflected")
 

@@ -55,9 +55,11 @@ class ChunkPlanner:
     Attributes:
         first_tokens: The first chunk of a long prompt of which nothing is
             cached; ``0`` where not one token fits.
+        key: Equal for planners that plan alike.
     """
 
     __slots__ = (
+        "key",
         "decodes",
         "limit_ms",
         "first_tokens",
@@ -82,6 +84,8 @@ class ChunkPlanner:
         limit_ms: float,
         smallest_tokens: int = 16,
     ):
+        plan = (decodes, decode_kv_tokens, budget_tokens, limit_ms)
+        self.key: object = (id(model), plan)
         self.decodes = decodes
         self.limit_ms = limit_ms
         self._room = budget_tokens - decodes

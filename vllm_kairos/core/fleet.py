@@ -55,6 +55,11 @@ class Request:
 class NodeState:
     """One engine as last reported, plus what was dispatched to it since.
 
+    A policy may keep what it derives from a state, by the object. Once one has
+    seen it only `fresh`, `step_in_flight_ms`, `worked_off_ms` and
+    `link_backlog_bytes` may change in place; what else is new makes a new
+    state.
+
     Attributes:
         node: Id, unique in the fleet.
         model: Step-latency model of this node, `None` if it has no profile.

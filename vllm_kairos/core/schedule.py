@@ -3,12 +3,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from vllm_kairos.core.chunk_planner import ChunkPlanner, Schedule
 from vllm_kairos.core.step_model import StepModel
 
-__all__ = ["ChunkPlanner", "Schedule", "closed_form_schedule", "paper_schedule"]
+__all__ = [
+    "CandidatePlanner",
+    "ChunkPlanner",
+    "Schedule",
+    "closed_form_schedule",
+    "paper_schedule",
+]
 
 
 def paper_schedule(
@@ -88,3 +95,66 @@ def closed_form_schedule(
         model, decodes, decode_kv_tokens, budget_tokens, limit_ms, smallest_tokens
     )
     return planner.schedule(prompt_tokens, cached_tokens)
+
+
+class CandidatePlanner:
+    """`ChunkPlanner` with the chunk sizes of a list (`paper_schedule`).
+
+    Args:
+        model: Step model of the node.
+        decodes: ``B_n``.
+        decode_kv_tokens: ``K_n``.
+        candidates: The set X.
+        limit_ms: ``beta * tau``.
+
+    Attributes:
+        key: Equal for planners that plan alike.
+    """
+
+    def __init__(
+        self,
+        model: StepModel,
+        decodes: int,
+        decode_kv_tokens: int,
+        candidates: Sequence[int],
+        limit_ms: float,
+    ):
+        self.key: object = (id(model), decodes, decode_kv_tokens, limit_ms)
+        self._arguments = (model, decodes, decode_kv_tokens)
+        self._candidates = candidates
+        self._limit_ms = limit_ms
+
+    def walk_ms(
+        self,
+        prompt_tokens: int,
+        cached_tokens: int = 0,
+        most_ms: float = math.inf,
+        chunks: list[int] | None = None,
+        steps: list[float] | None = None,
+    ) -> float | None:
+        """As `ChunkPlanner.walk_ms`; never stops on the way."""
+        model, decodes, kv_tokens = self._arguments
+        found = paper_schedule(
+            model,
+            decodes,
+            kv_tokens,
+            prompt_tokens,
+            self._candidates,
+            self._limit_ms,
+            cached_tokens=cached_tokens,
+        )
+        if found is None:
+            return None
+        if chunks is not None:
+            chunks += found.chunks
+        if steps is not None:
+            steps += found.step_ms
+        return found.total_ms
+
+    def quick_floor_ms(self, prompt_tokens: int, cached_tokens: int = 0) -> float:
+        """Nothing is known before the schedule is made."""
+        return 0.0
+
+    def floor_ms(self, prompt_tokens: int, cached_tokens: int = 0) -> float:
+        """Nothing is known before the schedule is made."""
+        return 0.0

@@ -3,26 +3,19 @@
 
 from __future__ import annotations
 
-import bisect
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+import math
+from collections.abc import Sequence
+from dataclasses import replace
 
 from vllm_kairos.core.chunk_rule import AdaptiveRule, ChunkRule, PlannedRule
-from vllm_kairos.core.decision import Deflection, decide
 from vllm_kairos.core.feedback import Feedback
-from vllm_kairos.core.fleet import Fleet, NodeState, PrefillWork, Request
-from vllm_kairos.core.on_time import Job, on_time_order
+from vllm_kairos.core.fleet import Fleet, NodeState, Request
+from vllm_kairos.core.late_binding import Assignment, LateQueue
+from vllm_kairos.core.node_views import NodeView, NodeViews, Planner, fastest
 from vllm_kairos.core.policies.base import Policy, RoundRobin, register
-from vllm_kairos.core.policies.disagg import least_loaded_decode
-from vllm_kairos.core.prefill import (
-    drain_ms,
-    marginal_prefill_ms,
-    queue_wait_paper_ms,
-    ttft_prefill_ms,
-    ttft_prefill_paper_ms,
-)
+from vllm_kairos.core.prefill import ttft_prefill_ms, ttft_prefill_paper_ms
 from vllm_kairos.core.route import Estimates, Route
-from vllm_kairos.core.schedule import Schedule, closed_form_schedule, paper_schedule
+from vllm_kairos.core.schedule import CandidatePlanner, ChunkPlanner
 from vllm_kairos.core.settings import Settings
 from vllm_kairos.core.step_model import StepModel
 
@@ -39,21 +32,6 @@ PARTS = {
     "transfer": "false",
     "ledger": "false",
 }
-
-#: Requests looked at in one decision, from the front of the queue.
-_WINDOW = 256
-#: Of those, how many a decode node is offered.
-_OFFERED = 48
-#: Prompt by which the speed of a decode node is told.
-_TYPICAL_TOKENS = 2048
-
-
-@dataclass(slots=True)
-class Waiting:
-    """A request in the queue, with what the order goes by."""
-
-    request: Request
-    job: Job
 
 
 @register
@@ -127,7 +105,8 @@ class Kairos(Policy):
         self.lead_ms = lead_ms
         self.oldest_ms = oldest_slos * settings.ttft_slo_ms
         self._prefill = RoundRobin()
-        self._queue: list[Waiting] = []
+        self.queue = LateQueue()
+        self.views = NodeViews(self._planner)
 
     def chunk_rule(self, model: StepModel) -> ChunkRule:
         if self.chunks == "planned":
@@ -138,74 +117,63 @@ class Kairos(Policy):
     # --------------------------------------------------------------- eager
 
     def route(self, request: Request, fleet: Fleet) -> Route:
-        decode = least_loaded_decode(request, fleet)
+        decode = self.views.least_loaded(request.prompt_tokens, fleet.decode)
         prefill, ttft_pf = self._best_prefill(request, fleet.prefill, decode)
         if ttft_pf is None:
             return Route(prefill.node, decode.node, reason="no_state")
-        found = self._deflection(request, fleet.decode, ttft_pf)
-        return self._resolve(prefill, decode, ttft_pf, found)
-
-    def _resolve(
-        self,
-        prefill: NodeState,
-        decode: NodeState,
-        ttft_pf: float,
-        found: Deflection | None,
-    ) -> Route:
-        if found is None:
-            return Route(
-                prefill.node, decode.node, (), Estimates(ttft_pf), "infeasible"
-            )
+        bound_ms = min(self.settings.alpha * ttft_pf, self.settings.ttft_slo_ms)
+        found = fastest(self.views, fleet.decode, request, bound_ms, self.several)
+        if isinstance(found, str):
+            estimates = Estimates(ttft_pf)
+            return Route(prefill.node, decode.node, (), estimates, found)
         estimates = Estimates(ttft_pf, found.ttft_ms, found.schedule.step_ms)
-        if not found.accepted:
-            return Route(prefill.node, decode.node, (), estimates, "kept")
-        node = found.node.node
+        node = found.state.node
         return Route(node, node, found.schedule.chunks, estimates, "deflected")
 
     # ----------------------------------------------------------- estimates
 
     def _best_prefill(
-        self, request: Request, nodes: Iterable[NodeState], decode: NodeState
+        self, request: Request, nodes: Sequence[NodeState], decode: NodeState
     ) -> tuple[NodeState, float | None]:
         """The prefill node and its TTFT; no TTFT where no node is known."""
-        nodes = list(nodes)
         known = [n for n in nodes if n.model is not None and n.fresh]
         if not known:
             fewest = min(nodes, key=lambda n: sum(w.tokens for w in n.prefills))
             return fewest, None
         if self.balance == "round_robin":
             known = [self._prefill.pick(known)]
-        step = self._decode_step_ms(request, decode)
-        estimated = [(self._ttft_prefill_ms(request, n, step), n) for n in known]
-        ttft, node = min(estimated, key=lambda pair: pair[0])
-        return node, ttft
+        step = self.decode_step_ms(request.prompt_tokens, self.views.of(decode))
+        best, least = known[0], math.inf
+        for node in known:
+            ttft = self._ttft_prefill_ms(request, node, step)
+            if ttft < least:
+                best, least = node, ttft
+        return best, least
 
     def _ttft_prefill_ms(
         self, request: Request, node: NodeState, decode_step_ms: float
     ) -> float:
+        prompt = request.prompt_tokens
         if self.ttft == "paper":
-            ttft = ttft_prefill_paper_ms(node, request.prompt_tokens)
-            return ttft + self._transfer_ms(request, node) + decode_step_ms
-        cached = request.cached.get(node.node, 0)
-        if self.transfer:
-            return ttft_prefill_ms(node, request.prompt_tokens, cached, decode_step_ms)
-        return ttft_prefill_ms(
-            replace(node, link=None), request.prompt_tokens, cached, 0.0
-        )
+            ttft = ttft_prefill_paper_ms(node, prompt)
+            return ttft + self.transfer_ms(request, node) + decode_step_ms
+        cached = request.cached.get(node.node, 0) if request.cached else 0
+        queue = self.views.of(node).queue
+        if not self.transfer:
+            node = replace(node, link=None)
+        return ttft_prefill_ms(node, prompt, cached, decode_step_ms, queue)
 
-    def _transfer_ms(self, request: Request, node: NodeState) -> float:
+    def transfer_ms(self, request: Request, node: NodeState) -> float:
+        """Time of the KV transfer from a prefill node; zero if not counted."""
         if not self.transfer or node.link is None:
             return 0.0
         return node.link.transfer_ms(request.prompt_tokens, node.link_backlog_bytes)
 
-    def _decode_step_ms(self, request: Request, node: NodeState) -> float:
-        """The step of a decode node with the request in it."""
-        if node.model is None or not self.transfer:
+    def decode_step_ms(self, prompt_tokens: int, view: NodeView) -> float:
+        """The step of a decode node with the request in it; zero if not counted."""
+        if view.state.model is None or not self.transfer:
             return 0.0
-        return node.model.step_ms(
-            node.decodes + node.awaiting_kv + 1,
-            node.decode_kv_tokens + node.awaiting_kv_tokens + request.prompt_tokens,
-        )
+        return view.decode_step_ms(prompt_tokens)
 
     def _limit_ms(self, node: NodeState) -> float:
         """Bound on a step there: what the engine says is in force, or ours."""
@@ -213,289 +181,36 @@ class Kairos(Policy):
             return min(node.limit_ms, self.settings.tau_ms)
         return self.settings.limit_ms
 
-    def _schedule(
-        self, node: NodeState, prompt_tokens: int, cached_tokens: int
-    ) -> Schedule | None:
+    def _planner(self, node: NodeState) -> Planner:
         assert node.model is not None
         decodes = node.decodes + node.awaiting_kv
         kv_tokens = node.decode_kv_tokens + node.awaiting_kv_tokens
+        limit_ms = self._limit_ms(node)
         if self.sizes == "continuous":
-            return closed_form_schedule(
-                node.model,
-                decodes,
-                kv_tokens,
-                prompt_tokens,
-                node.budget_tokens,
-                self._limit_ms(node),
-                cached_tokens=cached_tokens,
+            return ChunkPlanner(
+                node.model, decodes, kv_tokens, node.budget_tokens, limit_ms
             )
-        return paper_schedule(
-            node.model,
-            decodes,
-            kv_tokens,
-            prompt_tokens,
-            [c for c in self.settings.candidates if c <= node.budget_tokens],
-            self._limit_ms(node),
-            cached_tokens=cached_tokens,
-        )
-
-    def _queued_ms(self, node: NodeState) -> float | None:
-        """Time the deflected prefills there still take; `None` for no end."""
-        total = node.step_in_flight_ms
-        for work in (*node.deflected, *node.prefills):
-            schedule = self._schedule(node, work.tokens + work.computed, work.computed)
-            if schedule is None:
-                return None
-            total += schedule.total_ms
-        return max(0.0, total - node.worked_off_ms)
-
-    def _deflection(
-        self,
-        request: Request,
-        nodes: Iterable[NodeState],
-        ttft_pf: float | None,
-        most_ms: float | None = None,
-    ) -> Deflection | None:
-        queued: dict[str, float] = {}
-
-        def build(node: NodeState) -> Schedule | None:
-            wait = self._queued_ms(node)
-            if wait is None:
-                return None
-            queued[node.node] = wait
-            cached = request.cached.get(node.node, 0)
-            return self._schedule(node, request.prompt_tokens, cached)
-
-        def ttft_decode(node: NodeState, schedule: Schedule) -> float:
-            return queued[node.node] + schedule.total_ms
-
-        settings = self.settings
-        if most_ms is not None:
-            settings = replace(settings, ttft_slo_ms=max(most_ms, 1e-3))
-        available = [n for n in nodes if self._takes(n, request)]
-        return decide(available, ttft_pf, settings, build, ttft_decode)
-
-    def _takes(self, node: NodeState, request: Request) -> bool:
-        """Whether a decode node may be given a deflected prefill at all."""
-        return (
-            node.model is not None
-            and node.fresh
-            and (self.several or not node.deflected)
-            and node.free_kv_tokens > request.prompt_tokens
-            and node.decodes + node.awaiting_kv + len(node.deflected)
-            < node.max_num_seqs
-        )
+        sizes = [c for c in self.settings.candidates if c <= node.budget_tokens]
+        return CandidatePlanner(node.model, decodes, kv_tokens, sizes, limit_ms)
 
     # ---------------------------------------------------------------- late
 
     @property
     def waiting(self) -> int:
-        return len(self._queue)
+        return len(self.queue)
 
     def enqueue(self, request: Request) -> None:
-        deadline = request.arrival_ms + self.settings.ttft_slo_ms
-        job = Job(request.request_id, request.arrival_ms, deadline, 0.0)
-        bisect.insort(
-            self._queue, Waiting(request, job), key=lambda w: w.job.deadline_ms
-        )
+        self.queue.add(request, request.arrival_ms + self.settings.ttft_slo_ms)
 
     def withdraw(self, request_id: str) -> None:
-        self._queue = [w for w in self._queue if w.request.request_id != request_id]
+        self.queue.remove(request_id)
 
     def assign(self, fleet: Fleet) -> list[tuple[Request, Route]]:
-        if not self._queue:
+        if not self.queue:
             return []
         known = [n for n in fleet.prefill if n.model is not None and n.fresh]
         if not known:
             # Nothing is known that would make waiting worth it.
-            taken = [w.request for w in self._queue]
-            self._queue.clear()
+            taken = self.queue.drain()
             return [(request, self.route(request, fleet)) for request in taken]
-        return _Assignment(self, fleet, known).run()
-
-
-class _Assignment:
-    """One look at the queue and the nodes: who is sent where, now."""
-
-    def __init__(self, policy: Kairos, fleet: Fleet, known: list[NodeState]):
-        self.policy = policy
-        self.fleet = fleet
-        self.prefill = {n.node: n for n in known}
-        self.decode = {n.node: n for n in fleet.decode}
-        self.drain = {n.node: self._drain_ms(n) for n in known}
-        self.routed: list[tuple[Request, Route]] = []
-
-    def run(self) -> list[tuple[Request, Route]]:
-        lead = self.policy.lead_ms
-        decodes_ready = self._ready_decodes()
-        if min(self.drain.values()) > lead and not decodes_ready:
-            return []
-        queue = self._ordered()
-        while queue:
-            name = self._next_prefill()
-            if self.drain[name] > lead:
-                break
-            self._send_first(queue, name)
-        for name in decodes_ready:
-            while queue and self._offer(queue, name):
-                pass
-        taken = {request.request_id for request, _ in self.routed}
-        if taken:
-            self.policy._queue = [
-                w for w in self.policy._queue if w.request.request_id not in taken
-            ]
-        return self.routed
-
-    def _next_prefill(self) -> str:
-        """The node that runs dry first, or the next in turn of those that do."""
-        least = min(self.drain, key=self.drain.__getitem__)
-        if self.policy.balance == "least":
-            return least
-        for _ in self.drain:
-            name = self.policy._prefill.pick(list(self.prefill.values())).node
-            if self.drain[name] <= self.policy.lead_ms:
-                return name
-        return least
-
-    def _drain_ms(self, node: NodeState) -> float:
-        """Time until a prefill node runs dry."""
-        assert node.model is not None
-        queue = [w for w in node.prefills if w.tokens > 0]
-        total = node.step_in_flight_ms
-        if queue and self.policy.ttft == "paper":
-            tokens = sum(w.tokens for w in queue)
-            total += queue_wait_paper_ms(node.model, tokens, node.budget_tokens)
-        elif queue:
-            total += drain_ms(node.model, queue, node.budget_tokens)
-        return max(0.0, total - node.worked_off_ms)
-
-    def _ready_decodes(self) -> list[str]:
-        """Decode nodes with headroom and little deflected work, best first."""
-        ready = []
-        for node in self.fleet.decode:
-            if node.model is None or not node.fresh:
-                continue
-            if node.deflected and not self.policy.several:
-                continue
-            queued = self.policy._queued_ms(node)
-            if queued is not None and queued <= self.policy.lead_ms:
-                ready.append((queued, node.node))
-        return [name for _, name in sorted(ready)]
-
-    def _ordered(self) -> list[Waiting]:
-        policy = self.policy
-        window = policy._queue[:_WINDOW]
-        node = next(iter(self.prefill.values()))
-        assert node.model is not None
-        for waiting in window:
-            job = waiting.job
-            if job.work_ms == 0.0:
-                request = waiting.request
-                job.work_ms = marginal_prefill_ms(
-                    node.model,
-                    request.prompt_tokens,
-                    request.cached.get(node.node, 0),
-                    node.budget_tokens,
-                )
-                job.deadline_ms -= policy._transfer_ms(request, node)
-                if policy.transfer:
-                    job.deadline_ms -= policy.settings.tau_ms
-        if policy.order == "arrival":
-            return sorted(window, key=lambda w: w.job.arrival_ms)
-        if policy.order == "deadline":
-            return window
-        by_key = {w.job.key: w for w in window}
-        jobs = sorted((w.job for w in window), key=lambda j: j.deadline_ms)
-        in_time, late = on_time_order(
-            jobs,
-            self.fleet.now_ms,
-            sum(self.drain.values()) / len(self.drain),
-            self._speed(),
-            policy.oldest_ms,
-        )
-        return [by_key[job.key] for job in (*in_time, *late)]
-
-    def _speed(self) -> float:
-        """Prefill nodes the fleet is worth, its decode nodes' headroom included."""
-        node = next(iter(self.prefill.values()))
-        assert node.model is not None
-        work = marginal_prefill_ms(node.model, _TYPICAL_TOKENS, 0, node.budget_tokens)
-        speed = float(len(self.prefill))
-        for decode in self.fleet.decode:
-            if decode.model is None or not decode.fresh:
-                continue
-            schedule = self.policy._schedule(decode, _TYPICAL_TOKENS, 0)
-            if schedule is not None:
-                speed += work / schedule.total_ms
-        return speed
-
-    def _send_first(self, queue: list[Waiting], name: str) -> None:
-        """The first of the queue goes to a prefill node, or where it is faster."""
-        policy = self.policy
-        waiting = queue.pop(0)
-        request = waiting.request
-        fleet = Fleet((), list(self.decode.values()), self.fleet.now_ms)
-        decode = least_loaded_decode(request, fleet)
-        node = self.prefill[name]
-        step = policy._decode_step_ms(request, decode)
-        ttft_pf = (
-            self.drain[name]
-            + waiting.job.work_ms
-            + policy._transfer_ms(request, node)
-            + step
-        )
-        route = Route(node.node, decode.node, (), Estimates(ttft_pf), "prefill")
-        self._routed(request, route)
-        self.drain[name] += waiting.job.work_ms
-        self.decode[decode.node] = replace(
-            decode,
-            expected=decode.expected + 1,
-            expected_kv_tokens=decode.expected_kv_tokens + request.prompt_tokens,
-        )
-
-    def _offer(self, queue: list[Waiting], name: str) -> bool:
-        """Give a decode node the request it gains most on, if there is one."""
-        policy = self.policy
-        node = self.decode[name]
-        queued = policy._queued_ms(node)
-        if queued is None or queued > policy.lead_ms:
-            return False
-        least_drain = min(self.drain.values())
-        ahead = 0.0
-        now = self.fleet.now_ms
-        prefill = next(iter(self.prefill.values()))
-        best: tuple[float, int, Deflection, float] | None = None
-        for place, waiting in enumerate(queue[:_OFFERED]):
-            request = waiting.request
-            work = waiting.job.work_ms
-            ttft_pf = (
-                least_drain
-                + ahead / len(self.prefill)
-                + work
-                + policy._transfer_ms(request, prefill)
-                + policy._decode_step_ms(request, node)
-            )
-            ahead += work
-            left = request.arrival_ms + policy.settings.ttft_slo_ms - now
-            found = policy._deflection(
-                request, (node,), ttft_pf, left if left > 0 else ttft_pf
-            )
-            if found is None or not found.accepted:
-                continue
-            cost = (found.ttft_ms - queued) / work
-            if best is None or cost < best[0]:
-                best = (cost, place, found, ttft_pf)
-        if best is None:
-            return False
-        _, place, found, ttft_pf = best
-        request = queue.pop(place).request
-        estimates = Estimates(ttft_pf, found.ttft_ms, found.schedule.step_ms)
-        route = Route(name, name, found.schedule.chunks, estimates, "deflected")
-        self._routed(request, route)
-        self.decode[name] = replace(
-            node, deflected=[*node.deflected, PrefillWork(request.prompt_tokens)]
-        )
-        return policy.several
-
-    def _routed(self, request: Request, route: Route) -> None:
-        self.routed.append((request, route))
+        return Assignment(self, fleet, known).run()

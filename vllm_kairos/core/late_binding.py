@@ -1,0 +1,353 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The queue of a policy that binds late, and one look at it."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from vllm_kairos.core.fleet import Fleet, NodeState, PrefillWork, Request
+from vllm_kairos.core.node_views import NodeView, takes
+from vllm_kairos.core.on_time import Job, on_time_order
+from vllm_kairos.core.prefill import marginal_prefill_ms, queue_wait_paper_ms
+from vllm_kairos.core.route import Estimates, Route
+from vllm_kairos.core.schedule import Schedule
+
+if TYPE_CHECKING:
+    from vllm_kairos.core.policies.kairos import Kairos
+
+#: Requests looked at in one decision, from the front of the queue.
+_WINDOW = 256
+#: Of those, how many a decode node is offered.
+_OFFERED = 48
+#: Decode nodes that may find nothing among those before the rest, which are
+#: no better off, are not asked: they are at the next look.
+_MOST_IN_VAIN = 32
+#: Prompt by which the speed of a decode node is told.
+_TYPICAL_TOKENS = 2048
+#: A model may predict that a prompt takes no time.
+_LEAST_WORK_MS = 1e-9
+
+
+@dataclass(slots=True)
+class Waiting:
+    """A request in the queue.
+
+    Attributes:
+        request: The request.
+        due_ms: When its first token is due; the queue is sorted by it.
+        job: What the order goes by; its work is zero until first looked at.
+    """
+
+    request: Request
+    due_ms: float
+    job: Job
+
+
+def _due_ms(waiting: Waiting) -> float:
+    return waiting.due_ms
+
+
+class LateQueue:
+    """Requests that wait, by when their first token is due."""
+
+    def __init__(self) -> None:
+        self._queue: list[Waiting] = []
+        self._due: dict[str, float] = {}
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    def add(self, request: Request, due_ms: float) -> None:
+        """Put a request in."""
+        job = Job(request.request_id, request.arrival_ms, due_ms, 0.0)
+        waiting = Waiting(request, due_ms, job)
+        if not self._queue or self._queue[-1].due_ms <= due_ms:
+            self._queue.append(waiting)
+        else:
+            bisect.insort(self._queue, waiting, key=_due_ms)
+        self._due[request.request_id] = due_ms
+
+    def remove(self, request_id: str) -> None:
+        """Take a request out; one that is not there is ignored."""
+        due_ms = self._due.pop(request_id, None)
+        if due_ms is None:
+            return
+        queue = self._queue
+        place = bisect.bisect_left(queue, due_ms, key=_due_ms)
+        while queue[place].request.request_id != request_id:
+            place += 1
+        del queue[place]
+
+    def front(self, most: int) -> list[Waiting]:
+        """Those due first."""
+        return self._queue[:most]
+
+    def take(self, ids: Iterable[str], among: int) -> None:
+        """Take requests out that are among the first `among`."""
+        gone = set(ids)
+        for request_id in gone:
+            del self._due[request_id]
+        self._queue[:among] = [
+            w for w in self._queue[:among] if w.request.request_id not in gone
+        ]
+
+    def drain(self) -> list[Request]:
+        """Take all out."""
+        requests = [w.request for w in self._queue]
+        self._queue.clear()
+        self._due.clear()
+        return requests
+
+
+@dataclass(slots=True)
+class _Offer:
+    """A waiting request as decode nodes are offered it.
+
+    Attributes:
+        place: Where it stands in the queue.
+        request: The request.
+        work_ms: Time of a prefill node it takes.
+        elsewhere_ms: TTFT if it waits for a prefill node, but for the decode
+            step.
+        left_ms: Time left to its deadline.
+    """
+
+    place: int
+    request: Request
+    work_ms: float
+    elsewhere_ms: float
+    left_ms: float
+
+
+class Assignment:
+    """One look at the queue and the nodes: who is sent where, now.
+
+    Args:
+        policy: Settings, estimates and the queue.
+        fleet: The nodes.
+        known: Prefill nodes with a model and a fresh state, at least one.
+    """
+
+    def __init__(self, policy: Kairos, fleet: Fleet, known: list[NodeState]):
+        self._policy = policy
+        self._now_ms = fleet.now_ms
+        self._views = policy.views
+        self._prefill = {n.node: n for n in known}
+        self._decode = {n.node: n for n in fleet.decode}
+        self._drain = {n.node: self._drain_ms(n) for n in known}
+        self._offers: list[_Offer] | None = None
+        self._routed: list[tuple[Request, Route]] = []
+
+    def run(self) -> list[tuple[Request, Route]]:
+        """The requests to be sent now; they are taken out of the queue."""
+        lead = self._policy.lead_ms
+        drain = self._drain
+        decodes_ready = self._ready_decodes()
+        if not decodes_ready and min(drain.values()) > lead:
+            return []
+        queue = self._ordered()
+        among = len(queue)
+        while queue:
+            name = min(drain, key=drain.__getitem__)
+            if drain[name] > lead:
+                break
+            self._send_first(queue, name)
+        in_vain = 0
+        for name in decodes_ready:
+            served = len(self._routed)
+            while queue and self._offer(queue, name):
+                pass
+            in_vain = 0 if len(self._routed) > served else in_vain + 1
+            if not queue or in_vain == _MOST_IN_VAIN:
+                break
+        if self._routed:
+            ids = (request.request_id for request, _ in self._routed)
+            self._policy.queue.take(ids, among)
+        return self._routed
+
+    def _drain_ms(self, node: NodeState) -> float:
+        """Time until a prefill node runs dry."""
+        if self._policy.ttft == "exact":
+            return self._views.of(node).drain_ms()
+        assert node.model is not None
+        tokens = sum(w.tokens for w in node.prefills)
+        total = queue_wait_paper_ms(node.model, tokens, node.budget_tokens)
+        return max(0.0, node.step_in_flight_ms + total - node.worked_off_ms)
+
+    def _ready_decodes(self) -> list[str]:
+        """Decode nodes with headroom and little deflected work, best first."""
+        lead, several = self._policy.lead_ms, self._policy.several
+        ready: list[tuple[float, str]] = []
+        for node in self._decode.values():
+            if node.model is None or not node.fresh:
+                continue
+            if node.deflected and not several:
+                continue
+            queued = self._views.of(node).queued_ms()
+            if queued is not None and queued <= lead:
+                ready.append((queued, node.node))
+        ready.sort()
+        return [name for _, name in ready]
+
+    # ---------------------------------------------------------------- order
+
+    def _ordered(self) -> list[Waiting]:
+        policy = self._policy
+        window = policy.queue.front(_WINDOW)
+        node = next(iter(self._prefill.values()))
+        assert node.model is not None
+        for waiting in window:
+            job = waiting.job
+            if job.work_ms == 0.0:
+                request = waiting.request
+                work = marginal_prefill_ms(
+                    node.model,
+                    request.prompt_tokens,
+                    request.cached.get(node.node, 0),
+                    node.budget_tokens,
+                )
+                job.work_ms = max(work, _LEAST_WORK_MS)
+                job.deadline_ms -= policy.transfer_ms(request, node)
+                if policy.transfer:
+                    job.deadline_ms -= policy.settings.tau_ms
+        if policy.order == "arrival":
+            return sorted(window, key=lambda w: w.job.arrival_ms)
+        if policy.order == "deadline" or len(window) == 1:
+            return window
+        by_key = {w.job.key: w for w in window}
+        jobs = sorted((w.job for w in window), key=lambda j: j.deadline_ms)
+        in_time, late = on_time_order(
+            jobs,
+            self._now_ms,
+            sum(self._drain.values()) / len(self._drain),
+            self._speed(),
+            policy.oldest_ms,
+        )
+        return [by_key[job.key] for job in (*in_time, *late)]
+
+    def _speed(self) -> float:
+        """Prefill nodes the fleet is worth, its decode nodes' headroom included."""
+        node = next(iter(self._prefill.values()))
+        assert node.model is not None
+        work = marginal_prefill_ms(node.model, _TYPICAL_TOKENS, 0, node.budget_tokens)
+        speed = float(len(self._prefill))
+        for decode in self._decode.values():
+            if decode.model is None or not decode.fresh:
+                continue
+            total = self._views.of(decode).typical_ms(_TYPICAL_TOKENS)
+            if total is not None:
+                speed += work / max(total, _LEAST_WORK_MS)
+        return max(speed, _LEAST_WORK_MS)
+
+    # ----------------------------------------------------------------- send
+
+    def _send_first(self, queue: list[Waiting], name: str) -> None:
+        """The first of the queue goes to a prefill node."""
+        policy = self._policy
+        waiting = queue.pop(0)
+        request = waiting.request
+        prompt = request.prompt_tokens
+        decode = self._views.least_loaded(prompt, self._decode.values())
+        node = self._prefill[name]
+        ttft_pf = (
+            self._drain[name]
+            + waiting.job.work_ms
+            + policy.transfer_ms(request, node)
+            + policy.decode_step_ms(prompt, self._views.of(decode))
+        )
+        route = Route(node.node, decode.node, (), Estimates(ttft_pf), "prefill")
+        self._routed.append((request, route))
+        self._drain[name] += waiting.job.work_ms
+        self._decode[decode.node] = replace(
+            decode,
+            expected=decode.expected + 1,
+            expected_kv_tokens=decode.expected_kv_tokens + prompt,
+        )
+
+    def _offered(self, queue: list[Waiting]) -> list[_Offer]:
+        """The front of the queue, as it stands after the last one was sent."""
+        if self._offers is None:
+            policy = self._policy
+            least_drain = min(self._drain.values())
+            prefill = next(iter(self._prefill.values()))
+            slo, now, nodes = policy.settings.ttft_slo_ms, self._now_ms, self._prefill
+            ahead = 0.0
+            self._offers = []
+            for place, waiting in enumerate(queue[:_OFFERED]):
+                request, work = waiting.request, waiting.job.work_ms
+                elsewhere = least_drain + ahead / len(nodes) + work
+                elsewhere += policy.transfer_ms(request, prefill)
+                left = request.arrival_ms + slo - now
+                self._offers.append(_Offer(place, request, work, elsewhere, left))
+                ahead += work
+        return self._offers
+
+    def _offer(self, queue: list[Waiting], name: str) -> bool:
+        """Give a decode node the request it gains most on, if there is one.
+
+        Returns:
+            Whether it may be offered another.
+        """
+        policy = self._policy
+        node = self._decode[name]
+        view = self._views.of(node)
+        queued = view.queued_ms()
+        if queued is None or queued > policy.lead_ms:
+            return False
+        best = self._best_offer(self._offered(queue), view, queued)
+        if best is None:
+            return False
+        offer, ttft_pf, schedule = best
+        queue.pop(offer.place)
+        self._offers = None
+        request = offer.request
+        total = schedule.total_ms
+        estimates = Estimates(ttft_pf, queued + total, schedule.step_ms)
+        route = Route(name, name, schedule.chunks, estimates, "deflected")
+        self._routed.append((request, route))
+        state = replace(
+            node, deflected=[*node.deflected, PrefillWork(request.prompt_tokens)]
+        )
+        if not request.cached.get(name, 0):
+            self._views.put(view.with_deflected(state, total))
+        self._decode[name] = state
+        return policy.several
+
+    def _best_offer(
+        self, offers: list[_Offer], view: NodeView, queued_ms: float
+    ) -> tuple[_Offer, float, Schedule] | None:
+        """The request with the least time here for its time on a prefill node.
+
+        A schedule is made only where its bounds from below leave the request
+        acceptable (Eq. 7) and better than the best so far.
+        """
+        policy, node = self._policy, view.state
+        alpha, planner = policy.settings.alpha, view.planner
+        best: tuple[_Offer, float, Schedule] | None = None
+        best_cost = float("inf")
+        for offer in offers:
+            request, work = offer.request, offer.work_ms
+            if not takes(node, request, policy.several):
+                continue
+            prompt = request.prompt_tokens
+            ttft_pf = offer.elsewhere_ms + policy.decode_step_ms(prompt, view)
+            left = offer.left_ms if offer.left_ms > 0 else ttft_pf
+            bound = min(alpha * ttft_pf, max(left, 1e-3))
+            cached = request.cached.get(node.node, 0) if request.cached else 0
+            most = min((bound - queued_ms) * (1.0 + 1e-9), best_cost * work)
+            if planner.quick_floor_ms(prompt, cached) > most:
+                continue
+            if planner.floor_ms(prompt, cached) > most:
+                continue
+            chunks: list[int] = []
+            steps: list[float] = []
+            total = planner.walk_ms(prompt, cached, most, chunks, steps)
+            if total is None or queued_ms + total > bound:
+                continue
+            if total / work < best_cost:
+                best_cost = total / work
+                best = (offer, ttft_pf, Schedule(tuple(chunks), tuple(steps)))
+        return best
