@@ -37,6 +37,8 @@ class StepMeter:
         refit_command: What a warning tells the user to run.
 
     Attributes:
+        on: Somebody wants to know: there is a profile to be held to, or a log.
+            Without either a step is not even looked at.
         recent: ``(predicted ms or -1, measured ms)`` of recent steps.
     """
 
@@ -52,6 +54,7 @@ class StepMeter:
     ):
         self.recent: deque[tuple[float, float]] = deque(maxlen=_MOST_RECENT_STEPS)
         self.errors = errors
+        self.on = model is not None or log is not None
         self._clock_s = clock_s
         self._wall_clock_s = wall_clock_s
         self._model = model

@@ -149,6 +149,11 @@ class RequestPhases:
         for request_id in output.scheduled_cached_reqs.resumed_req_ids:
             self._start(request_id)
 
+        if not self.prefilling and not self.deflected:
+            total = output.total_num_scheduled_tokens
+            load = StepLoad(len(scheduled), self.decode_kv_tokens, total)
+            self.decode_kv_tokens += total
+            return load
         load = StepLoad(decode_kv_tokens=self.decode_kv_tokens)
         joined_kv_tokens = 0
         finished: list[Request] = []

@@ -74,7 +74,7 @@ class KairosMixin(Scheduler):
         self._malformed = 0
         self._overrides = 0
         self._snapshot: StateReport | None = None
-        self._snapshot_at_s = float("-inf")
+        self._snapshot_due_s = float("-inf")
         self._engine_id = _engine_id(settings, self.vllm_config)
         self._incarnation = uuid.uuid4().hex
         self._role = _role(self.vllm_config)
@@ -142,12 +142,13 @@ class KairosMixin(Scheduler):
         busy = bool(self.running)
         started_s = self.step_clock_s()
         output = super().schedule()
-        if output.total_num_scheduled_tokens:
-            self._meter.scheduled(output, self._load, started_s, busy)
-        else:
-            self._meter.scheduled_nothing()
-            busy = True
-        if not busy or self._snapshot_due():
+        if self._meter.on:
+            if output.total_num_scheduled_tokens:
+                self._meter.scheduled(output, self._load, started_s, busy)
+            else:
+                self._meter.scheduled_nothing()
+        # A node that has just got work says so at once, also in a long step.
+        if started_s >= self._snapshot_due_s or not busy:
             self._take_snapshot()
         return output
 
@@ -236,22 +237,22 @@ class KairosMixin(Scheduler):
         scheduler_output: SchedulerOutput,
         model_runner_output: ModelRunnerOutput,
     ) -> Any:
-        end_s = self.step_clock_s()
-        outputs = super().update_from_output(scheduler_output, model_runner_output)
-        self._meter.ended(scheduler_output, end_s)
+        if not self._meter.on:
+            outputs = super().update_from_output(scheduler_output, model_runner_output)
+        else:
+            end_s = self.step_clock_s()
+            outputs = super().update_from_output(scheduler_output, model_runner_output)
+            self._meter.ended(scheduler_output, end_s)
         if not self.requests:
             self._take_snapshot()
         return outputs
 
     # -------------------------------------------------------------- report
 
-    def _snapshot_due(self) -> bool:
-        age_ms = (self.step_clock_s() - self._snapshot_at_s) * 1e3
-        return age_ms >= self.kairos.heartbeat_ms / 2
-
     def _take_snapshot(self) -> None:
         """Freeze the state for the heartbeat thread, between two steps."""
-        self._snapshot_at_s = self.step_clock_s()
+        # Twice a heartbeat: what is sent is then never much older than one.
+        self._snapshot_due_s = self.step_clock_s() + self.kairos.heartbeat_ms / 2e3
         phases = self._phases
         if self.num_spec_tokens:
             phases.recount()
