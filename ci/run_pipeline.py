@@ -52,12 +52,10 @@ _STEP_KEYS = {
     "device": str,
     "num_devices": int,
 }
-#: What tools print of how much they looked at. ruff's count comes with -v.
-_COUNTS = (
-    re.compile(r"Checked (\d+) files? in"),
+#: What tools print of how many files they looked at.
+_FILES = (
     re.compile(r"(\d+) files? already formatted"),
     re.compile(r"no issues found in (\d+) source files?"),
-    re.compile(r"^(\d+) checks passed$"),
 )
 _PYTEST_END = re.compile(
     r"^=*\s*((?:\d+ [a-z]+, )*\d+ [a-z]+|no tests ran) in [\d.]+s.*$"
@@ -108,7 +106,7 @@ class Count:
     passed: int = 0
     failed: int = 0
     skipped: int = 0
-    is_pytest: bool = False
+    files: int = 0
 
     def add(self, line: str) -> None:
         """Read a line of output."""
@@ -116,14 +114,26 @@ class Count:
         if end := _PYTEST_END.match(line):
             # The last summary counts: a test may print one of its own.
             found = {kind: int(n) for n, kind in _PYTEST_PART.findall(end[1])}
-            self.is_pytest = True
             self.passed = found.get("passed", 0)
             self.failed = sum(found.get(k, 0) for k in ("failed", "error", "errors"))
             self.skipped = found.get("skipped", 0)
             return
-        for pattern in _COUNTS:
+        for pattern in _FILES:
             if counted := pattern.search(line):
-                self.passed += int(counted[1])
+                self.files += int(counted[1])
+                # A look at any number of files is one check.
+                self.passed = 1
+
+    def told(self) -> str:
+        """What was counted, empty where nothing was."""
+        if self.files:
+            return f"{self.files} files checked, "
+        if self.passed or self.failed or self.skipped:
+            return (
+                f"{self.passed} tests passed, {self.failed} failed, "
+                f"{self.skipped} skipped, "
+            )
+        return ""
 
 
 @dataclass
@@ -309,7 +319,7 @@ class _Reader:
     def _close(self) -> None:
         if self.counts:
             seconds = time.monotonic() - self._started
-            print(f"    {_told(self.counts[-1])}, {seconds:.1f} s", flush=True)
+            print(f"    {self.counts[-1].told()}{seconds:.1f} s", flush=True)
 
     def verdict(self, status: int, timed_out: bool) -> str:
         """Why the step failed, empty if it did not."""
@@ -327,13 +337,6 @@ class _Reader:
         if sum(count.passed for count in self.counts) == 0:
             return "nothing was checked"
         return ""
-
-
-def _told(count: Count) -> str:
-    unit = "tests" if count.is_pytest else "checks"
-    return (
-        f"{count.passed} {unit} passed, {count.failed} failed, {count.skipped} skipped"
-    )
 
 
 def run_step(step: Step, cwd: Path = CHECKOUT) -> Outcome:

@@ -20,10 +20,13 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import lm_eval
+import lm_eval  # type: ignore[import-untyped]
 from evaluation import Evaluation, Generation
-from lm_eval.models.openai_completions import LocalChatCompletion, LocalCompletionsAPI
-from lm_eval.tasks import TaskManager
+from lm_eval.models.openai_completions import (  # type: ignore[import-untyped]
+    LocalChatCompletion,
+    LocalCompletionsAPI,
+)
+from lm_eval.tasks import TaskManager  # type: ignore[import-untyped]
 from models import TASKS, ModelConfig, TaskConfig
 
 from quickstart.engines import START_TIMEOUT_S, Engine, EngineSpec, core_for

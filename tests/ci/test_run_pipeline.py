@@ -16,6 +16,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "ci"))
 import run_pipeline
 from run_pipeline import CHECKOUT, Pipeline, Step
 
+#: As ruff says it: one check.
+CHECKED = "3 files already formatted"
 GOOD = "def test_one():\n    pass\ndef test_two():\n    pass\n"
 
 
@@ -126,7 +128,7 @@ def test_a_failure_that_the_shell_hides_still_fails(tmp_path: Path) -> None:
 
 def test_a_command_in_a_pipe_that_fails_fails_the_step(tmp_path: Path) -> None:
     code, lines, _ = run(
-        "steps:\n- label: A\n  commands:\n  - echo '5 checks passed'\n"
+        "steps:\n- label: A\n  commands:\n  - echo '5 files already formatted'\n"
         "  - (exit 3) | cat\n",
         tmp_path,
     )
@@ -136,10 +138,12 @@ def test_a_command_in_a_pipe_that_fails_fails_the_step(tmp_path: Path) -> None:
 
 def test_exports_reach_the_commands_after_them(tmp_path: Path) -> None:
     code, lines, _ = run(
-        "steps:\n- label: A\n  commands:\n  - export N=7\n  - echo $N checks passed\n",
+        "steps:\n- label: A\n  commands:\n  - export N=7\n"
+        "  - echo $N files already formatted\n",
         tmp_path,
     )
-    assert code == 0 and lines[-1] == "7 passed, 0 failed"
+    assert code == 0 and lines[-1] == "1 passed, 0 failed"
+    assert any("7 files checked" in line for line in lines)
 
 
 def test_a_step_over_its_time_is_ended_with_its_children(tmp_path: Path) -> None:
@@ -158,7 +162,7 @@ def test_a_child_left_behind_neither_hangs_the_step_nor_lives_on(
     tmp_path: Path,
 ) -> None:
     marker = tmp_path / "pid"
-    step = Step("A", (f"sleep 300 & echo $! > {marker}; echo 1 checks passed",))
+    step = Step("A", (f"sleep 300 & echo $! > {marker}; echo {CHECKED}",))
     outcome = run_pipeline.run_step(step)
     assert outcome.verdict == "passed" and outcome.seconds < 30
     with pytest.raises(ProcessLookupError):
@@ -168,7 +172,10 @@ def test_a_child_left_behind_neither_hangs_the_step_nor_lives_on(
 def test_steps_for_a_gpu_are_skipped_with_a_word(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    steps = [Step("A", ("false",), devices=2), Step("B", ("echo 3 checks passed",))]
+    steps = [
+        Step("A", ("false",), devices=2),
+        Step("B", (f"echo {CHECKED}",)),
+    ]
     outcomes = run_pipeline.run(steps, devices=1)
     assert [o.verdict for o in outcomes] == ["skipped", "passed"]
     assert "needs 2 GPU(s), this machine has 1" in capsys.readouterr().out
