@@ -66,7 +66,8 @@ def exact_ttft_ms(
     queue.append(PrefillWork(prompt_tokens - cached, cached))
     wait = node.step_in_flight_ms + drain_ms(node.model, queue, node.budget_tokens)
     alone = drain_ms(node.model, queue[-1:], node.budget_tokens)
-    wait = max(wait - node.worked_off_ms, alone)
+    if node.worked_off_ms > 0.0:
+        wait = max(wait - node.worked_off_ms, alone)
     if node.link is not None:
         wait += node.link.transfer_ms(prompt_tokens, node.link_backlog_bytes)
     return wait + decode_step_ms

@@ -96,6 +96,10 @@ def test_the_papers_estimate_is_an_upper_bound_of_the_exact_one(
 @given(model=step_models(), queue=QUEUES, budget=st.integers(16, 4096))
 @settings(max_examples=100, deadline=None)
 def test_a_longer_queue_is_never_drained_sooner(model, queue, budget) -> None:
+    # Attention of several prompts in a step is taken at their means, which one
+    # more small prompt may lower.
+    linear = {t: ms for t, ms in model.prefill.terms.items() if t not in ("cp", "cc")}
+    model = StepModel(Predictor(linear), model.decode, model.mixed)
     whole = drain_ms(model, queue, budget)
     assert math.isfinite(whole)
     assert drain_ms(model, queue[:-1], budget) <= whole + 1e-9
