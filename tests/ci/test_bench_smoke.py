@@ -18,6 +18,7 @@ BENCHMARKS = sorted((CHECKOUT / "ci" / "bench").glob("[!_]*.py"))
 QUICK = {
     "predict.py": ["--json", "--repeats", "2"],
     "proxy_throughput.py": ["--rounds", "1", "--seconds", "0.5"],
+    "scheduler_overhead.py": ["--json", "--turns", "8"],
 }
 
 pytestmark = pytest.mark.timeout(300)
