@@ -73,6 +73,11 @@ class ChunkPlanner:
         "_cc",
         "_decode_ms",
         "_first_ms",
+        "_four",
+        "_headroom",
+        "_least_per_token",
+        "_short_of_limit",
+        "_last_ms",
     )
 
     def __init__(
@@ -107,6 +112,13 @@ class ChunkPlanner:
             decodes, decode_kv_tokens, 0, limit_ms, self._room
         )
         self._first_ms = model.step_ms(decodes, decode_kv_tokens, self.first_tokens)
+        # For the bounds. A step that is not the last is the budget's size, or
+        # one token more would break the limit; no step is below its fixed part.
+        self._four = 4.0 * cc
+        self._headroom = limit_ms - self._base - n
+        self._least_per_token = 1.0 / max(self._room, 1)
+        self._short_of_limit = limit_ms - self._lin - cc * (2 * self.first_tokens + 1)
+        self._last_ms = max(self._base + n, self._decode_ms) * (1.0 - _ROUNDING)
 
     def schedule(self, prompt_tokens: int, cached_tokens: int = 0) -> Schedule | None:
         """The schedule of a prompt, `None` where none is safe.
@@ -151,7 +163,7 @@ class ChunkPlanner:
         if decode_ms > limit or most <= 0:
             return None
         served = cached_tokens if cached_tokens < prompt_tokens else prompt_tokens - 1
-        four = 4.0 * cc
+        four = self._four
         total = 0.0
         found = chunks if chunks is not None else []
         add, add_ms = found.append, None if steps is None else steps.append
@@ -190,11 +202,9 @@ class ChunkPlanner:
         return total
 
     def quick_floor_ms(self, prompt_tokens: int, cached_tokens: int = 0) -> float:
-        """A bound from below on `total_ms`; infinite where there is no schedule.
+        """A bound from below on `walk_ms`; infinite where there is no schedule.
 
-        No chunk is larger than the first, and every step but the last is one
-        token short of the limit or of the engine's budget. A handful of
-        operations, for a first look at every node.
+        `floor_ms` of one part: for a first look at every node.
         """
         first = self.first_tokens
         if first == 0:
@@ -202,11 +212,27 @@ class ChunkPlanner:
         if cached_tokens >= prompt_tokens:
             cached_tokens = prompt_tokens - 1
         left = prompt_tokens - cached_tokens
-        steps = (left - 1) // first
-        if steps == 0:
-            return self._last_ms() * (1.0 - _ROUNDING)
-        floor = steps * self._full_ms(prompt_tokens) + self._last_ms()
-        return floor * (1.0 - _ROUNDING)
+        last = self._last_ms
+        if left <= first:
+            return last
+        start = cached_tokens + 0.5 * left - first
+        if start < cached_tokens:
+            start = cached_tokens
+        room = self._headroom - self._p * start
+        per_token = self._least_per_token
+        if room > 0.0:
+            slope = self._lin + self._cp * start
+            root = slope + math.sqrt(slope * slope + self._four * room)
+            if root > 2.0 * per_token * room:
+                per_token = root / (2.0 * room)
+        full = self._short_of_limit - self._cp * prompt_tokens
+        if self._first_ms < full:
+            full = self._first_ms
+        if full < last:
+            full = last
+        # So many whole chunks at least, and a last one.
+        whole = int(left * per_token * (1.0 - _ROUNDING) - _ROUNDING)
+        return (whole * full + last) * (1.0 - _ROUNDING)
 
     def floor_ms(self, prompt_tokens: int, cached_tokens: int = 0) -> float:
         """A closer bound from below on `total_ms`, at the cost of few roots.
@@ -223,12 +249,12 @@ class ChunkPlanner:
         if cached_tokens >= prompt_tokens:
             cached_tokens = prompt_tokens - 1
         left = prompt_tokens - cached_tokens
+        last_ms = self._last_ms
         if left <= first:
-            return self._last_ms() * (1.0 - _ROUNDING)
+            return last_ms
         width = left / _POINTS
         at = cached_tokens + 0.5 * width
         chunks = 0.0
-        base = self._base + self._n
         shift: float = first
         seen, last = -math.inf, shift
         for _ in range(_POINTS):
@@ -238,12 +264,12 @@ class ChunkPlanner:
             start = at - shift
             if start < cached_tokens:
                 start = cached_tokens
-            room = self.limit_ms - base - self._p * start
-            per_token = 1.0 / self._room
+            room = self._headroom - self._p * start
+            per_token = self._least_per_token
             if room > 0.0:
                 slope = self._lin + self._cp * start
-                root = slope + math.sqrt(slope * slope + 4.0 * self._cc * room)
-                if root > per_token * 2.0 * room:
+                root = slope + math.sqrt(slope * slope + self._four * room)
+                if root > 2.0 * per_token * room:
                     per_token = root / (2.0 * room)
             elif room < -_ROUNDING * self.limit_ms:
                 # The chunk this point lies in starts no sooner.
@@ -251,23 +277,8 @@ class ChunkPlanner:
             chunks += width * per_token
             seen, last = start, 1.0 / per_token
             at += width
-        steps = math.ceil(chunks * (1.0 - _ROUNDING)) - 1
-        quick = (left - 1) // first
-        if steps < quick:
-            steps = quick
-        floor = steps * self._full_ms(prompt_tokens) + self._last_ms()
-        return floor * (1.0 - _ROUNDING)
-
-    def _full_ms(self, prompt_tokens: int) -> float:
-        """Least step that is not the last: one more token breaks a bound."""
-        short = self._lin + self._cp * prompt_tokens
-        short += self._cc * (2 * self.first_tokens + 1)
-        full = self.limit_ms - short
-        if self._first_ms < full:
-            full = self._first_ms
-        return max(full, self._decode_ms, self._last_ms())
-
-    def _last_ms(self) -> float:
-        """Least step of all."""
-        last = self._base + self._n
-        return last if last > self._decode_ms else self._decode_ms
+        full = self._short_of_limit - self._cp * prompt_tokens
+        full = max(min(full, self._first_ms), last_ms)
+        whole = int(chunks * (1.0 - _ROUNDING) - _ROUNDING)
+        whole = max(whole, (left - 1) // first)
+        return (whole * full + last_ms) * (1.0 - _ROUNDING)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from vllm_kairos.core.fleet import Fleet, NodeState, PrefillWork, Request
-from vllm_kairos.core.node_views import NodeView, takes
+from vllm_kairos.core.node_views import NodeView
 from vllm_kairos.core.on_time import Job, on_time_order
 from vllm_kairos.core.prefill import marginal_prefill_ms, queue_wait_paper_ms
 from vllm_kairos.core.route import Estimates, Route
@@ -326,13 +326,18 @@ class Assignment:
         """
         policy, node = self._policy, view.state
         alpha, planner = policy.settings.alpha, view.planner
+        free_tokens = node.free_kv_tokens
+        if not (view.has_slot and node.fresh) or (
+            node.deflected and not policy.several
+        ):
+            return None
         best: tuple[_Offer, float, Schedule] | None = None
         best_cost = float("inf")
         for offer in offers:
             request, work = offer.request, offer.work_ms
-            if not takes(node, request, policy.several):
-                continue
             prompt = request.prompt_tokens
+            if prompt >= free_tokens:
+                continue
             ttft_pf = offer.elsewhere_ms + policy.decode_step_ms(prompt, view)
             left = offer.left_ms if offer.left_ms > 0 else ttft_pf
             bound = min(alpha * ttft_pf, max(left, 1e-3))

@@ -8,7 +8,7 @@ decisions; what follows from it alone is worked out once.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from vllm_kairos.core.fleet import NodeState, Request
@@ -28,6 +28,11 @@ class NodeView:
 
     Attributes:
         state: The state.
+        has_slot: It has a model and room for one request more in a step.
+        step_fixed_ms: Its decode step with one request more is this and
+            `step_ms_per_kv_token` for each of `kv_tokens` and of the prompt.
+        loaded_fixed_ms: The same with what is expected there, beside
+            `loaded_kv_tokens`.
     """
 
     __slots__ = (
@@ -37,6 +42,7 @@ class NodeView:
         "kv_tokens",
         "loaded_fixed_ms",
         "loaded_kv_tokens",
+        "has_slot",
         "_make",
         "_planner",
         "_queue",
@@ -51,6 +57,8 @@ class NodeView:
         self._queue: PrefillQueue | None = None
         self._deflected_ms: float | None = _UNKNOWN
         self._typical_ms: float | None = _UNKNOWN
+        slots = state.decodes + state.awaiting_kv + len(state.deflected)
+        self.has_slot = state.model is not None and slots < state.max_num_seqs
         # The decode step with one request more, by its KV tokens: beside what
         # is here, and beside what is expected too.
         decodes = state.decodes + state.awaiting_kv + 1
@@ -158,6 +166,43 @@ class NodeViews:
         """Keep a view made elsewhere."""
         self._views[view.state.node] = view
 
+    def least_ttft(
+        self, request: Request, nodes: Sequence[NodeState], decode_step_ms: float
+    ) -> tuple[NodeState, float]:
+        """The prefill node with the least `ttft_prefill_ms`, and that.
+
+        Args:
+            request: The request.
+            nodes: Nodes with a model, at least one.
+            decode_step_ms: As there.
+        """
+        prompt, prefixes = request.prompt_tokens, request.cached
+        best, least = nodes[0], math.inf
+        cached = 0
+        alone: dict[tuple[int, int, int], float] = {}
+        for node in nodes:
+            if prefixes:
+                cached = min(prefixes.get(node.node, 0), prompt - 1)
+            queue = self.of(node).queue
+            left = prompt - cached
+            wait = node.step_in_flight_ms + queue.drain_with_ms(left, cached)
+            if node.worked_off_ms > 0.0:
+                wait -= node.worked_off_ms
+                key = (id(node.model), node.budget_tokens, cached)
+                floor = alone.get(key)
+                if floor is None:
+                    assert node.model is not None
+                    empty = PrefillQueue(node.model, (), node.budget_tokens)
+                    floor = alone[key] = empty.drain_with_ms(left, cached)
+                if floor > wait:
+                    wait = floor
+            if node.link is not None:
+                wait += node.link.transfer_ms(prompt, node.link_backlog_bytes)
+            wait += decode_step_ms
+            if wait < least:
+                best, least = node, wait
+        return best, least
+
     def least_loaded(self, prompt_tokens: int, nodes: Iterable[NodeState]) -> NodeState:
         """`least_loaded_decode`, on what is known already."""
         best: NodeState | None = None
@@ -203,18 +248,6 @@ class Found:
         return self.queued_ms + self.schedule.total_ms
 
 
-def takes(state: NodeState, request: Request, several: bool) -> bool:
-    """Whether a decode node may be given a deflected prefill at all."""
-    return (
-        state.model is not None
-        and state.fresh
-        and (several or not state.deflected)
-        and state.free_kv_tokens > request.prompt_tokens
-        and state.decodes + state.awaiting_kv + len(state.deflected)
-        < state.max_num_seqs
-    )
-
-
 def fastest(
     views: NodeViews,
     nodes: Iterable[NodeState],
@@ -239,22 +272,25 @@ def fastest(
         ``kept``.
     """
     prompt, prefixes = request.prompt_tokens, request.cached
-    verdict = "unavailable"
+    available = feasible = False
+    cached = 0
     candidates: list[tuple[float, int, float, NodeView, int]] = []
     for place, state in enumerate(nodes):
-        if not takes(state, request, several):
-            continue
-        if verdict == "unavailable":
-            verdict = "infeasible"
         view = views.of(state)
+        if not (view.has_slot and state.fresh and state.free_kv_tokens > prompt):
+            continue
+        if state.deflected and not several:
+            continue
+        available = True
         queued = view.queued_ms()
         if queued is None:
             continue
-        cached = prefixes.get(state.node, 0) if prefixes else 0
+        if prefixes:
+            cached = prefixes.get(state.node, 0)
         floor = view.planner.quick_floor_ms(prompt, cached)
         if floor == math.inf:
             continue
-        verdict = "kept"
+        feasible = True
         floor += queued
         if floor <= bound_ms:
             candidates.append((floor, place, queued, view, cached))
@@ -295,6 +331,8 @@ def fastest(
             best = Found(view.state, schedule, queued)
     if best is not None:
         return best
-    if verdict == "kept" and candidates and infeasible == len(candidates):
+    if not available:
+        return "unavailable"
+    if not feasible or (candidates and infeasible == len(candidates)):
         return "infeasible"
-    return verdict
+    return "kept"

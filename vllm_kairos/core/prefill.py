@@ -97,18 +97,19 @@ class PrefillQueue:
 
     __slots__ = (
         "drain_ms",
-        "_model",
         "_budget",
         "_closed_ms",
         "_tokens",
         "_prefix",
         "_prefills",
+        "_weights",
     )
 
     def __init__(
         self, model: StepModel, queue: Iterable[PrefillWork], budget_tokens: int
     ):
-        self._model = model
+        one, _, _, c, p, n, cp, cc, _, _ = model.coefficients(False)
+        self._weights = (one, c, p, n, cp, cc)
         self._budget = budget_tokens
         self._closed_ms = 0.0
         self._tokens = self._prefix = self._prefills = 0
@@ -117,9 +118,13 @@ class PrefillQueue:
                 self._pack(work.tokens, work.computed)
         self.drain_ms = self._closed_ms
         if self._tokens:
-            self.drain_ms += model.step_ms(
-                0, 0, self._tokens, self._prefix, self._prefills
-            )
+            self.drain_ms += self._step_ms(self._tokens, self._prefix, self._prefills)
+
+    def _step_ms(self, tokens: int, prefix: int, prefills: int) -> float:
+        """`StepModel.step_ms` of a step that only prefills."""
+        one, c, p, n, cp, cc = self._weights
+        attention = (cp * prefix + cc * tokens) / prefills
+        return one + p * prefix + n * prefills + tokens * (c + attention)
 
     def _pack(self, left: int, computed: int) -> None:
         """Add a prompt; a step that is full is closed."""
@@ -131,8 +136,8 @@ class PrefillQueue:
             left -= take
             computed += take
             if self._tokens == self._budget:
-                self._closed_ms += self._model.step_ms(
-                    0, 0, self._tokens, self._prefix, self._prefills
+                self._closed_ms += self._step_ms(
+                    self._tokens, self._prefix, self._prefills
                 )
                 self._tokens = self._prefix = self._prefills = 0
 
@@ -143,25 +148,33 @@ class PrefillQueue:
             tokens: Prompt tokens to compute, at least one.
             computed: Those already in the KV cache.
         """
-        model, budget = self._model, self._budget
-        take = min(budget - self._tokens, tokens)
-        total = self._closed_ms + model.step_ms(
-            0, 0, self._tokens + take, self._prefix + computed, self._prefills + 1
+        one, c, p, n, cp, cc = self._weights
+        budget = self._budget
+        take = budget - self._tokens
+        if take > tokens:
+            take = tokens
+        step = self._tokens + take
+        prefix = self._prefix + computed
+        prefills = self._prefills + 1
+        total = self._closed_ms + (
+            one
+            + p * prefix
+            + n * prefills
+            + step * (c + (cp * prefix + cc * step) / prefills)
         )
         left = tokens - take
         if left == 0:
             return total
         done = computed + take
-        whole, left = divmod(left, budget)
-        if whole:
+        if left >= budget:
             # Steps of this prompt alone differ by their prefix only.
-            one, _, _, c, p, n, cp, cc, _, _ = model.coefficients(False)
+            whole, left = divmod(left, budget)
             prefix = whole * done + budget * (whole * (whole - 1) // 2)
             total += whole * (one + n + budget * (c + cc * budget))
             total += prefix * (p + cp * budget)
             done += whole * budget
         if left:
-            total += model.step_ms(0, 0, left, done, 1)
+            total += one + p * done + n + left * (c + (cp * done + cc * left))
         return total
 
 

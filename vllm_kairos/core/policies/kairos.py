@@ -143,6 +143,8 @@ class Kairos(Policy):
         if self.balance == "round_robin":
             known = [self._prefill.pick(known)]
         step = self.decode_step_ms(request.prompt_tokens, self.views.of(decode))
+        if self.ttft == "exact" and self.transfer:
+            return self.views.least_ttft(request, known, step)
         best, least = known[0], math.inf
         for node in known:
             ttft = self._ttft_prefill_ms(request, node, step)
