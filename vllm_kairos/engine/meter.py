@@ -62,6 +62,8 @@ class StepMeter:
         self._log = log
         self._refit_command = refit_command
         self._records: deque[StepRecord] = deque()
+        # Bounded: without a heartbeat nobody takes from it.
+        self._outcomes: deque[tuple[StepLoad, float, float]] = deque(maxlen=4096)
         self._in_flight: deque[tuple[SchedulerOutput, StepLoad, float]] = deque()
         self._steps = 0
         self._last_end_s = float("-inf")
@@ -102,7 +104,7 @@ class StepMeter:
         self.recent.append((predicted_ms or -1.0, measured_ms))
         self._rule.observe(load, predicted_ms, measured_ms)
         if self._model is not None:
-            self._note_error(load, predicted_ms, measured_ms)
+            self._outcomes.append((load, predicted_ms, measured_ms))
         if self._log is not None:
             self._records.append(
                 StepRecord(
@@ -118,14 +120,6 @@ class StepMeter:
             )
         self._steps += 1
 
-    def _note_error(
-        self, load: StepLoad, predicted_ms: float, measured_ms: float
-    ) -> None:
-        self.errors.add(load.decodes, load.prefill_tokens, predicted_ms, measured_ms)
-        warning = self.errors.warning(self._refit_command)
-        if warning is not None:
-            logger.warning("Kairos: %s", warning)
-
     def _predict(self, load: StepLoad) -> float:
         """Predicted milliseconds of a step; zero without a profile."""
         return self._model.load_ms(load) if self._model is not None else 0.0
@@ -137,16 +131,29 @@ class StepMeter:
         age_ms = (self._clock_s() - self._started_s) * 1e3
         return max(0.0, self._predicted_ms - age_ms)
 
-    def flush(self) -> None:
-        """Write the records gathered so far. Heartbeat thread."""
-        if self._log is None or not self._records:
-            return
+    def digest(self) -> None:
+        """Judge the predictions and write the records so far. Heartbeat thread.
+
+        Neither is needed by the next step, so no step pays for it.
+        """
+        outcomes = self._outcomes
+        for _ in range(len(outcomes)):
+            load, predicted_ms, measured_ms = outcomes.popleft()
+            self.errors.add(
+                load.decodes, load.prefill_tokens, predicted_ms, measured_ms
+            )
+        if self._model is not None:
+            warning = self.errors.warning(self._refit_command)
+            if warning is not None:
+                logger.warning("Kairos: %s", warning)
         records = self._records
+        if self._log is None or not records:
+            return
         self._log.write([records.popleft() for _ in range(len(records))])
 
     def close(self) -> None:
         """Write what is left and close the log. May be called twice."""
-        self.flush()
+        self.digest()
         if self._log is not None:
             self._log.close()
             self._log = None

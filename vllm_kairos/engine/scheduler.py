@@ -95,7 +95,7 @@ class KairosMixin(Scheduler):
         address = _report_address(settings, self.vllm_config)
         if address or log is not None:
             self._heartbeat = Heartbeat(
-                address, settings.heartbeat_ms, self._report, self._meter.flush
+                address, settings.heartbeat_ms, self._report, self._meter.digest
             )
 
     # ------------------------------------------------------------ requests
@@ -184,18 +184,24 @@ class KairosMixin(Scheduler):
                 [held.claim(key) for key, held in phases.deflected.items()],
                 self.max_num_scheduled_tokens,
             )
-        return self._limit
+        decoding, awaiting_kv = phases.decoding, phases.awaiting_kv
+        bound = self._bound
 
-    def _limit(self, request: Request, computed: int, tokens: int) -> int:
-        """Tokens of a request in the step being scheduled."""
+        def limit(request: Request, computed: int, tokens: int) -> int:
+            # Decodes were counted when the step began. They are most of what
+            # is asked about, so they are told apart first.
+            request_id = request.request_id
+            if request_id in decoding or request_id in awaiting_kv:
+                return tokens
+            return bound(request, computed, tokens)
+
+        return limit
+
+    def _bound(self, request: Request, computed: int, tokens: int) -> int:
+        """Tokens of a prefill in the step being scheduled."""
         request_id = request.request_id
-        phases = self._phases
-        held = phases.deflected.get(request_id)
+        held = self._phases.deflected.get(request_id)
         load = self._load
-        if held is None and (
-            request_id in phases.decoding or request_id in phases.awaiting_kv
-        ):
-            return tokens  # Counted when the step began.
         share = self._shares.get(request_id)
         if share is not None:
             granted = min(tokens, share)
@@ -299,11 +305,6 @@ class KairosMixin(Scheduler):
             steps=list(self._meter.recent),
             malformed_schedules=self._malformed,
             guard_overrides=self._overrides,
-            limit_ms=self._limit_ms(),
-            errors={
-                phase: (error.bias_percent, error.mape_percent)
-                for phase, error in self._meter.errors.errors().items()
-            },
         )
 
     def _limit_ms(self) -> float | None:
@@ -323,6 +324,11 @@ class KairosMixin(Scheduler):
             seq=seq,
             time_s=self.wall_clock_s(),
             step_remaining_ms=self._meter.remaining_ms(),
+            limit_ms=self._limit_ms(),
+            errors={
+                phase: (error.bias_percent, error.mape_percent)
+                for phase, error in self._meter.errors.errors().items()
+            },
         )
 
     def shutdown(self) -> None:
