@@ -289,26 +289,26 @@ def recorded() -> Iterator[list[Generation]]:
     lm-eval keeps the text alone, in which two token sequences can look alike.
     """
     noted: list[Generation] = []
-    originals = [
-        (c, c.parse_generations) for c in (LocalCompletionsAPI, LocalChatCompletion)
-    ]
+    owners = (LocalCompletionsAPI, LocalChatCompletion)
+    # As they are stored: one is a static method, the other is not.
+    originals = [vars(owner)["parse_generations"] for owner in owners]
 
     def noting(original: Any) -> Any:
-        def parse(outputs: Any, **rest: Any) -> Any:
+        def parse(self: Any, outputs: Any, **rest: Any) -> Any:
             answers = outputs if isinstance(outputs, list) else [outputs]
             noted.extend(_generation(answer) for answer in answers)
-            return original(outputs=outputs, **rest)
+            return original.__get__(self, type(self))(outputs=outputs, **rest)
 
-        return staticmethod(parse)
+        return parse
 
-    logging.getLogger("lm_eval").setLevel(logging.WARNING)
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
     try:
-        for owner, original in originals:
+        for owner, original in zip(owners, originals, strict=True):
             owner.parse_generations = noting(original)
         yield noted
     finally:
-        for owner, original in originals:
-            owner.parse_generations = staticmethod(original)
+        for owner, original in zip(owners, originals, strict=True):
+            owner.parse_generations = original
 
 
 def _generation(answer: dict[str, Any]) -> Generation:
