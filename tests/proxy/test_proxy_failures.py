@@ -29,6 +29,8 @@ from vllm_kairos.core.route import Route
 PROMPT = {"prompt": list(range(1, 401)), "max_tokens": 8}
 STREAM = {**PROMPT, "stream": True}
 
+EAGER = {"dispatch": "eager"}
+
 
 async def post(
     c: Cluster, client: aiohttp.ClientSession, body: Any = PROMPT
@@ -167,8 +169,8 @@ async def test_a_decode_node_that_dies_before_its_first_byte_is_replaced(
 async def test_a_deflected_request_moves_to_another_decode_node_with_its_own_schedule(
     cluster: MakeCluster, client: aiohttp.ClientSession
 ) -> None:
-    c = cluster(decode=2, policy="kairos", with_profile=True, with_state=True)
-    c.prefill[0].state = report(prefills=[(4000, 0)])
+    c = cluster(2, 2, "kairos", True, True, policy_options=EAGER)
+    c.prefill[0].state = c.prefill[1].state = report(prefills=[(4000, 0)])
     c.decode[0].state = report(decodes=1)
     c.decode[1].state = report(decodes=9)
     await c.reports_arrived()
@@ -298,6 +300,7 @@ async def test_without_state_or_profile_it_is_plain_disaggregation(
         with_profile=with_profile,
         with_state=state != "none",
         state_max_age_ms=100.0,
+        policy_options=EAGER,
     )
     await c.reports_arrived()
     if state == "stale":
@@ -310,7 +313,7 @@ async def test_without_state_or_profile_it_is_plain_disaggregation(
 async def test_garbage_for_state_is_counted_and_changes_nothing(
     cluster: MakeCluster, client: aiohttp.ClientSession
 ) -> None:
-    c = cluster(policy="kairos", with_profile=True, with_state=True)
+    c = cluster(1, 1, "kairos", True, True, policy_options=EAGER)
     await c.reports_arrived()
     for data in (b"", b"\x00", b"\x93\x01\x02\x03", b"x" * 1000):
         c.decode[0].send(data)

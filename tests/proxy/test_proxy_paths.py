@@ -15,6 +15,8 @@ from vllm_kairos.core.settings import Settings
 
 PROMPT = {"prompt": list(range(1, 401)), "max_tokens": 8}
 QUEUE = [(4000, 0)]
+EAGER = {"dispatch": "eager"}
+ONE = {**EAGER, "several": False}
 
 
 async def test_prefill_node_is_asked_for_one_token_and_decode_node_gets_its_kv_handle(
@@ -124,7 +126,7 @@ async def test_a_request_is_kept_where_the_margin_does_not_hold(
     # 400 tokens: 401 ms and a 10 ms step on the prefill node, 70 ms here.
     slo = {alpha: Settings(tau_ms=50.0, alpha=alpha) for alpha in (0.1, 0.2)}
     for alpha, route in ((0.1, "kept"), (0.2, "deflected")):
-        c = cluster(policy="kairos", with_profile=True, with_state=True, slo=slo[alpha])
+        c = cluster(1, 1, "kairos", True, True, slo=slo[alpha], policy_options=EAGER)
         c.decode[0].state = report(decodes=1)
         await c.reports_arrived()
         async with client.post(f"{c.url}/v1/completions", json=PROMPT) as answer:
@@ -134,7 +136,7 @@ async def test_a_request_is_kept_where_the_margin_does_not_hold(
 async def test_no_second_deflection_while_one_is_in_no_report_yet(
     cluster: MakeCluster, client: aiohttp.ClientSession
 ) -> None:
-    c = cluster(policy="kairos", with_profile=True, with_state=True)
+    c = cluster(1, 1, "kairos", True, True, policy_options=ONE)
     c.prefill[0].state = report(prefills=QUEUE)
     c.decode[0].state = report()
     await c.reports_arrived()

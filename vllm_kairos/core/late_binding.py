@@ -39,11 +39,13 @@ class Waiting:
         request: The request.
         due_ms: When its first token is due; the queue is sorted by it.
         job: What the order goes by; its work is zero until first looked at.
+        late: It was set aside at the last look.
     """
 
     request: Request
     due_ms: float
     job: Job
+    late: bool = False
 
 
 def _due_ms(waiting: Waiting) -> float:
@@ -59,6 +61,11 @@ class LateQueue:
 
     def __len__(self) -> int:
         return len(self._queue)
+
+    @property
+    def late(self) -> int:
+        """Requests that were set aside as late at the last look."""
+        return sum(w.late for w in self._queue)
 
     def add(self, request: Request, due_ms: float) -> None:
         """Put a request in."""
@@ -226,7 +233,10 @@ class Assignment:
             self._speed(),
             policy.oldest_ms,
         )
-        return [by_key[job.key] for job in (*in_time, *late)]
+        ordered = [by_key[job.key] for job in (*in_time, *late)]
+        for place, waiting in enumerate(ordered):
+            waiting.late = place >= len(in_time)
+        return ordered
 
     def _speed(self) -> float:
         """Prefill nodes the fleet is worth, its decode nodes' headroom included."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import os
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -56,6 +57,8 @@ class KairosProxy:
         try:
             yield
         finally:
+            if self._dispatcher.late is not None:
+                self._dispatcher.late.stop()
             await self.service.stop()
 
     async def create_completion(self, raw_request: Request) -> Response:
@@ -117,10 +120,24 @@ class KairosProxy:
                 "prefill_nodes": [n.address for n in fleet.prefill],
                 "decode_nodes": [n.address for n in fleet.decode],
                 "policy": settings.policy,
+                "dispatch": "eager" if self._dispatcher.late is None else "late",
+                "queue": self._queue(),
                 "tokenizer_ready": self.service.counter.ready,
                 "nodes": {n.address: self._node(n) for n in fleet.nodes()},
             }
         )
+
+    def _queue(self) -> dict[str, Any]:
+        late = self._dispatcher.late
+        if late is None:
+            return {"waiting": 0, "in_time": 0, "late": 0, "oldest_ms": 0.0}
+        in_time, hopeless = late.classes()
+        return {
+            "waiting": len(late),
+            "in_time": in_time,
+            "late": hopeless,
+            "oldest_ms": round(1e3 * late.oldest_s(time.monotonic()), 1),
+        }
 
     def _node(self, node: Node) -> dict[str, Any]:
         state = self.service.state(node)
@@ -135,6 +152,10 @@ class KairosProxy:
             "deflected": len(state.deflected),
             "awaiting_kv": state.awaiting_kv,
             "expected": state.expected,
+            "step_in_flight_ms": round(state.step_in_flight_ms, 2),
+            "worked_off_ms": round(state.worked_off_ms, 2),
+            "limit_ms": state.limit_ms,
+            "link_backlog_bytes": round(state.link_backlog_bytes),
             "dispatches_open": len(node.ledger),
         }
 

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 import ipaddress
 import json
 import re
@@ -95,6 +96,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="KEY=VALUE",
         help="A setting of the policy's own; may be repeated",
+    )
+    group.add_argument(
+        "--dispatch",
+        choices=("late", "eager"),
+        default=None,
+        help="'late': a request waits in the proxy until a prefill node is about "
+        "to run dry or a decode node has headroom; 'eager': it is bound to its "
+        "nodes when it arrives. Default: what the policy does, late for kairos",
     )
     group.add_argument(
         "--tokenizer",
@@ -198,12 +207,22 @@ def settings_from_args(args: argparse.Namespace) -> ProxySettings:
             raise UserError(f"{flag} is {value}, expected a number > 0")
     nodes = list(dict.fromkeys([*args.prefill, *args.decode]))
     name = args.scheduling_policy
+    options = _policy_options(args.policy_option)
+    if args.dispatch is not None:
+        if options.setdefault("dispatch", args.dispatch) != args.dispatch:
+            raise UserError(
+                f"--dispatch is {args.dispatch}, expected the same as "
+                f"--policy-option dispatch={options['dispatch']}"
+            )
+        if args.dispatch == "eager" and not _binds(name):
+            # Every other policy is eager as it is.
+            del options["dispatch"]
     settings = ProxySettings(
         model=args.model,
         prefill=args.prefill,
         decode=args.decode,
         policy="disagg" if name == ROUND_ROBIN else name,
-        policy_options=_policy_options(args.policy_option),
+        policy_options=options,
         slo=_slo(args),
         handshake=args.kv_handshake != "none",
         engine_state=_addresses(args.engine_state, nodes),
@@ -218,6 +237,12 @@ def settings_from_args(args: argparse.Namespace) -> ProxySettings:
     except (ValueError, TypeError) as error:
         raise UserError(f"--scheduling-policy {name}: {error}") from error
     return settings
+
+
+def _binds(policy: str) -> bool:
+    """Whether a policy can bind late."""
+    known = policies().get(policy)
+    return known is not None and "dispatch" in inspect.signature(known).parameters
 
 
 def check_node(flag: str, node: str) -> None:

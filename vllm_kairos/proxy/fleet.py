@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 from vllm_kairos.core.fleet import Fleet, NodeState, PrefillWork
 from vllm_kairos.core.link import LinkModel
 from vllm_kairos.core.messages import StateReport
+from vllm_kairos.core.prefill import PrefillQueue
 from vllm_kairos.core.profile import Profile
 from vllm_kairos.core.step_model import StepModel
 from vllm_kairos.proxy.flags import ProxySettings
-from vllm_kairos.proxy.ledger import Kind, NodeLedger
+from vllm_kairos.proxy.ledger import Kind, LinkLedger, NodeLedger
 
 _MOST_OLD_INCARNATIONS = 64
 
@@ -27,6 +28,7 @@ class Node:
         received_s: When it came, on the proxy's monotonic clock.
         ledger: What was dispatched to it and has not finished.
         up: False while it is believed dead.
+        link_ledger: KV on its way over its link, where the profile has one.
     """
 
     address: str
@@ -35,16 +37,41 @@ class Node:
     received_s: float = float("-inf")
     ledger: NodeLedger = field(default_factory=NodeLedger)
     up: bool = True
+    link_ledger: LinkLedger | None = None
     _model: StepModel | None = None
     _link: LinkModel | None = None
     _old_incarnations: list[str] = field(default_factory=list)
     _state: NodeState | None = None
     _version: int = -1
+    _prefills: list[PrefillWork] = field(default_factory=list)
+    _reported_ms: float = 0.0
+    _sent_s: float | None = None
 
     def __post_init__(self) -> None:
         if self.profile is not None:
             self._model = self.profile.step_model()
             self._link = self.profile.link_model()
+        if self._link is not None:
+            self.link_ledger = LinkLedger(self._link.bytes_per_s)
+
+    def share_models(self, twin: Node) -> None:
+        """Take the models of a node with the same profile.
+
+        A policy plans once for nodes that are alike, and knows them by this.
+        """
+        self._model, self._link = twin._model, twin._link
+
+    def fetching(self, ticket: str, tokens: int, now_s: float) -> None:
+        """A decode leg that fetches the KV of so many tokens from here goes out."""
+        if self.link_ledger is not None and self._link is not None:
+            link = self._link
+            size = tokens * link.kv_bytes_per_token * link.hops
+            self.link_ledger.open(ticket, size, now_s)
+
+    def fetched(self, ticket: str, now_s: float) -> None:
+        """That leg has its first byte, or has failed."""
+        if self.link_ledger is not None:
+            self.link_ledger.close(ticket, now_s)
 
     def url(self, path: str) -> str:
         """URL of a path on it."""
@@ -69,20 +96,67 @@ class Node:
                 del self._old_incarnations[:-_MOST_OLD_INCARNATIONS]
         self.report = report
         self.received_s = now_s
+        self._read(report)
         self.ledger.observe(report, now_s)
         return True
 
     def state(self, now_s: float, max_age_s: float) -> NodeState:
         """The node for a policy: the report plus what it does not show."""
-        if self._state is None or self._version != self.ledger.version:
+        state = self._state
+        if state is None or self._version != self.ledger.version:
             self._version = self.ledger.version
-            self._state = self._build()
-        self._state.fresh = now_s - self.received_s <= max_age_s
-        return self._state
+            state = self._state = self._build()
+        age_s = now_s - self.received_s
+        state.fresh = age_s <= max_age_s
+        report = self.report
+        if report is not None:
+            left_ms = report.step_remaining_ms - 1e3 * age_s
+            state.step_in_flight_ms = left_ms if left_ms > 0.0 else 0.0
+            state.worked_off_ms = self._worked_off_ms(now_s, -left_ms)
+        if self.link_ledger is not None:
+            state.link_backlog_bytes = self.link_ledger.backlog_bytes(now_s)
+        return state
+
+    def _worked_off_ms(self, now_s: float, since_ms: float) -> float:
+        """Work done since the step that was in flight when the report came.
+
+        A node that had nothing to prefill has worked only since it was sent
+        something.
+
+        Args:
+            now_s: Monotonic clock.
+            since_ms: Time since that step's end.
+        """
+        if since_ms <= 0.0:
+            return 0.0
+        worked = min(since_ms, self._reported_ms)
+        idle_ms = since_ms - worked
+        if idle_ms > 0.0 and self._sent_s is not None:
+            sent_ms = 1e3 * (now_s - self._sent_s)
+            worked += max(0.0, min(idle_ms, sent_ms))
+        return worked
+
+    def _read(self, report: StateReport) -> None:
+        """Keep what a report says, in the terms of a state."""
+        self._prefills = [
+            PrefillWork(left, max(0, done))
+            for left, done in report.prefills
+            if left > 0
+        ]
+        if report.more_prefill_tokens > 0:
+            self._prefills.append(PrefillWork(report.more_prefill_tokens))
+        self._reported_ms = 0.0
+        if any(d.tokens > 0 for d in report.deflected):
+            self._reported_ms = float("inf")
+        elif self._prefills:
+            self._reported_ms = float("inf")
+            if self._model is not None and report.decodes <= 0:
+                queue = PrefillQueue(self._model, self._prefills, report.budget_tokens)
+                self._reported_ms = queue.drain_ms
 
     def _build(self) -> NodeState:
         state = NodeState(self.address, model=self._model, link=self._link)
-        prefills: list[PrefillWork] = []
+        prefills = self._prefills.copy()
         deflected: list[PrefillWork] = []
         report = self.report
         if report is not None:
@@ -94,34 +168,32 @@ class Node:
             state.awaiting_kv = max(0, report.awaiting_kv)
             state.awaiting_kv_tokens = max(0, report.awaiting_kv_tokens)
             state.free_kv_tokens = report.free_kv_blocks * report.block_size
-            prefills += [
-                PrefillWork(left, max(0, done))
-                for left, done in report.prefills
-                if left > 0
-            ]
-            if report.more_prefill_tokens > 0:
-                prefills.append(PrefillWork(report.more_prefill_tokens))
+            state.limit_ms = report.limit_ms
             deflected += [
                 PrefillWork(d.tokens, max(0, d.computed))
                 for d in report.deflected
-                if d.tokens > 0
+                if d.tokens > 0 and not self.ledger.over(d.ticket)
             ]
         elif self.profile is not None and self.profile.engine is not None:
             state.budget_tokens = self.profile.engine.budget_tokens
             state.max_num_seqs = self.profile.engine.max_num_seqs
+        self._sent_s = None
         for entry in self.ledger.unshown():
             if entry.kind is Kind.EXPECTED:
                 state.expected += 1
                 state.expected_kv_tokens += entry.tokens
                 continue
             state.free_kv_tokens -= entry.tokens
-            if entry.kind is Kind.PREFILL:
-                prefills.append(PrefillWork(entry.tokens))
-            elif entry.kind is Kind.DEFLECTED:
-                deflected.append(PrefillWork(entry.tokens))
-            else:
+            if entry.kind is Kind.AWAITING_KV:
                 state.awaiting_kv += 1
                 state.awaiting_kv_tokens += entry.tokens
+                continue
+            if self._sent_s is None:
+                self._sent_s = entry.sent_s
+            if entry.kind is Kind.PREFILL:
+                prefills.append(PrefillWork(entry.tokens))
+            else:
+                deflected.append(PrefillWork(entry.tokens))
         state.prefills = prefills
         state.deflected = deflected
         return state
@@ -159,6 +231,10 @@ class ProxyFleet:
         node = self._nodes.get(address)
         if node is None:
             node = Node(address, self._settings.profiles.get(address))
+            for twin in self._nodes.values():
+                if twin.profile is node.profile:
+                    node.share_models(twin)
+                    break
             self._nodes[address] = node
         return node
 

@@ -30,6 +30,7 @@ from vllm_kairos.core.settings import Settings
 from vllm_kairos.proxy.body import REMOTE_DECODE, Body, decode_prefill_reply
 from vllm_kairos.proxy.fleet import Node
 from vllm_kairos.proxy.forward import NodeFailure, Reply, open_reply
+from vllm_kairos.proxy.late import LateBinder
 from vllm_kairos.proxy.ledger import Kind
 from vllm_kairos.proxy.prompt_length import Length
 from vllm_kairos.proxy.service import Service
@@ -71,6 +72,10 @@ class Job:
         """The request as a policy sees it."""
         return Request(self.length.tokens, self.ticket, arrival_ms=self.arrived_s * 1e3)
 
+    def slack_ms(self, ttft_slo_ms: float) -> float:
+        """Time left to its TTFT target."""
+        return ttft_slo_ms - 1e3 * (time.monotonic() - self.arrived_s)
+
 
 class NoNode(Exception):
     """No node is left that could answer."""
@@ -81,6 +86,9 @@ class Dispatcher:
 
     Args:
         service: Fleet, session, health, tokenizer and metrics.
+
+    Attributes:
+        late: Holds requests of a policy that binds late.
     """
 
     def __init__(self, service: Service):
@@ -90,6 +98,10 @@ class Dispatcher:
         self._policy: Policy = service.settings.make_policy()
         self._spare_prefill = RoundRobin()
         self._spare_decode = RoundRobin()
+        self.late: LateBinder | None = None
+        if self._policy.late:
+            self.late = LateBinder(service, self._policy)
+            service.stirred = self.late.stir
 
     async def measure(self, body: Body) -> Length:
         """Length of the prompts; not counted for a policy that is blind."""
@@ -115,14 +127,21 @@ class Dispatcher:
                 state = self._prefill_node(job, fleet)
                 return await self._prefill_only(job, self._service.fleet[state.node])
             return await self._alone(job, "whole", self._decode_node(job, fleet))
-        route = job.route = self._route(job, fleet)
+        if self.late is None:
+            bound: Route | None = self._route(job, fleet)
+        else:
+            bound = await self.late.bind(job.request())
+        if bound is None:
+            self._service.metrics.fallback("no_prefill_node")
+            return await self._alone(job, "fallback", self._decode_node(job))
+        route = job.route = bound
         if route.deflected:
             job.label = "deflected"
             job.predicted_ms = route.estimates.ttft_decode_ms
             node = self._service.fleet[route.decode]
             params = None
             if route.chunks:
-                params = schedule_params(job.ticket, route.chunks)
+                params = self._scheduled(job, route.chunks)
             return await self._answer(job, node, Kind.DEFLECTED, params)
         job.predicted_ms = route.estimates.ttft_prefill_ms
         if job.body.prefill_only:
@@ -174,14 +193,21 @@ class Dispatcher:
             found = await self._prefill(job, prefill)
         finally:
             decode.ledger.close(job.ticket)
+            self._stir()
         if isinstance(found, Reply):
             return found
         if found is None:
             return await self._alone(job, "fallback", self._decode_node(job))
-        if not decode.up:
+        if self.late is not None or not decode.up:
+            # Decode nodes fetch the KV themselves: any of them will do, and
+            # much may have changed while the prompt was prefilled.
             decode = service.fleet[self._decode_node(job).node]
         params = self._named(job, decode, found) or None
-        return await self._answer(job, decode, Kind.AWAITING_KV, params)
+        prefill.fetching(job.ticket, tokens, time.monotonic())
+        try:
+            return await self._answer(job, decode, Kind.AWAITING_KV, params)
+        finally:
+            prefill.fetched(job.ticket, time.monotonic())
 
     async def _prefill(self, job: Job, node: Node) -> dict[str, Any] | Reply | None:
         """Run the prefill leg.
@@ -319,6 +345,7 @@ class Dispatcher:
             node.ledger.close(job.ticket)
             raise
         node.ledger.decoding(job.ticket)
+        self._stir()
         return reply
 
     def finish(self, job: Job, reply: Reply | None) -> None:
@@ -327,7 +354,11 @@ class Dispatcher:
             reply.close()
             reply.node.ledger.close(job.ticket)
         if job.route is not None:
+            if self.late is not None:
+                # Of a request that was cut short before it went out.
+                self.late.release(job.ticket, job.route)
             self._policy.finished(job.request(), job.route)
+        self._stir()
 
     def _no_prefill(self, node: Node, reason: str) -> None:
         self._failed(node, reason)
@@ -392,4 +423,13 @@ class Dispatcher:
             )
             steps = math.ceil(job.length.longest / smallest)
             chunks = (smallest + decodes,) * steps
-        return Kind.DEFLECTED, schedule_params(job.ticket, chunks)
+        return Kind.DEFLECTED, self._scheduled(job, chunks)
+
+    def _scheduled(self, job: Job, chunks: tuple[int, ...]) -> dict[str, Any]:
+        slack_ms = round(job.slack_ms(self._slo.ttft_slo_ms), 1)
+        return schedule_params(job.ticket, chunks, slack_ms)
+
+    def _stir(self) -> None:
+        """A node may be free for a request that waits."""
+        if self.late is not None:
+            self.late.stir()

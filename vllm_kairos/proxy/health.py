@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 
 import aiohttp
 
@@ -22,10 +23,12 @@ class HealthWatch:
 
     Args:
         session: The proxy's session.
+        stir: Called when a node goes or comes back.
     """
 
-    def __init__(self, session: aiohttp.ClientSession):
+    def __init__(self, session: aiohttp.ClientSession, stir: Callable[[], None]):
         self._session = session
+        self._stir = stir
         self._probes: dict[Node, asyncio.Task[None]] = {}
 
     def failed(self, node: Node) -> None:
@@ -33,6 +36,7 @@ class HealthWatch:
         if node.up:
             logger.warning("Node %s is out until it answers /health", node.address)
         node.up = False
+        self._stir()
         self._watch(node, _FIRST_PROBE_S)
 
     def suspect(self, node: Node) -> None:
@@ -52,8 +56,10 @@ class HealthWatch:
                 if not node.up:
                     logger.info("Node %s is back", node.address)
                 node.up = True
+                self._stir()
                 return
             node.up = False
+            self._stir()
             wait_s = min(max(2 * wait_s, _FIRST_PROBE_S), _LAST_PROBE_S)
 
     async def healthy(self, node: Node) -> bool:

@@ -39,6 +39,7 @@ class Entry:
         tokens: Prompt tokens.
         sent_s: When, on the proxy's monotonic clock.
         shown: A report stands for it now.
+        answered: Its first byte is out; the next report shows it as a decode.
     """
 
     ticket: str
@@ -46,6 +47,48 @@ class Entry:
     tokens: int
     sent_s: float
     shown: bool = False
+    answered: bool = False
+
+
+class LinkLedger:
+    """KV on its way over one node's link, as far as this proxy sent for it.
+
+    A transfer is on the link from the dispatch of its decode leg to that leg's
+    first byte, and all of them share the link's rate.
+
+    Args:
+        bytes_per_s: Rate of the link.
+    """
+
+    def __init__(self, bytes_per_s: float):
+        self._bytes_per_s = bytes_per_s
+        self._open: dict[str, float] = {}
+        self._bytes = 0.0
+        self._clear_s = 0.0
+
+    def open(self, ticket: str, size_bytes: float, now_s: float) -> None:
+        """A decode leg that fetches so much goes out."""
+        self.close(ticket, now_s)
+        self._open[ticket] = size_bytes
+        self._bytes += size_bytes
+        self._clear_s = max(now_s, self._clear_s) + size_bytes / self._bytes_per_s
+
+    def close(self, ticket: str, now_s: float) -> None:
+        """Its first byte is out, or it has failed. Unknown ones are ignored."""
+        size = self._open.pop(ticket, None)
+        if size is None:
+            return
+        self._bytes -= size
+        if not self._open:
+            self._bytes = 0.0
+            self._clear_s = now_s
+
+    def backlog_bytes(self, now_s: float) -> float:
+        """Bytes that have yet to cross the link."""
+        if not self._open:
+            return 0.0
+        left = (self._clear_s - now_s) * self._bytes_per_s
+        return max(0.0, min(self._bytes, left))
 
 
 class NodeLedger:
@@ -61,6 +104,7 @@ class NodeLedger:
         self._incarnation: str | None = None
         self._last_report_s = 0.0
         self._names_ordinary = False
+        self._over: set[str] = set()
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -72,8 +116,15 @@ class NodeLedger:
 
     def close(self, ticket: str) -> None:
         """It finished, failed or was cancelled. Unknown tickets are ignored."""
-        if self._entries.pop(ticket, None) is not None:
+        entry = self._entries.pop(ticket, None)
+        if entry is not None:
+            if entry.shown and entry.kind is Kind.DEFLECTED:
+                self._over.add(ticket)
             self.version += 1
+
+    def over(self, ticket: str) -> bool:
+        """Whether a deflected prefill in the last report is one no more."""
+        return ticket in self._over
 
     def unshown(self) -> Iterator[Entry]:
         """Dispatches that no report stands for, oldest first."""
@@ -84,12 +135,15 @@ class NodeLedger:
         restarted = self._incarnation not in (None, report.incarnation)
         if restarted:
             self._names_ordinary = False
+        self._over.clear()
         names = {d.ticket for d in report.deflected}
         names.update(report.admitted)
         for entry in self._entries.values():
             if entry.shown or entry.kind is Kind.EXPECTED:
                 continue
-            if entry.ticket in names:
+            if entry.answered:
+                entry.shown = True
+            elif entry.ticket in names:
                 entry.shown = True
                 if entry.kind is not Kind.DEFLECTED:
                     self._names_ordinary = True
@@ -109,6 +163,16 @@ class NodeLedger:
     def decoding(self, ticket: str) -> None:
         """Its first byte is out: what is left of it is a decode."""
         entry = self._entries.get(ticket)
-        if entry is not None and not entry.shown:
+        if entry is None:
+            return
+        if not entry.shown:
+            entry.answered = True
+            entry.kind = Kind.AWAITING_KV
+            self.version += 1
+        elif entry.kind is Kind.DEFLECTED:
+            # The last report has it as a prefill; until the next it is counted
+            # here, as what it is.
+            self._over.add(ticket)
+            entry.answered, entry.shown = True, False
             entry.kind = Kind.AWAITING_KV
             self.version += 1

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
@@ -28,6 +28,7 @@ class _NodeGauges:
 
     def __init__(self) -> None:
         self.nodes: Iterable[Node] = ()
+        self.queue: Callable[[], tuple[int, int]] = lambda: (0, 0)
 
     def collect(self) -> Iterator[Metric]:
         """One sample a node."""
@@ -51,7 +52,14 @@ class _NodeGauges:
                 age.add_metric(label, now - node.received_s)
             up.add_metric(label, float(node.up))
             open_dispatches.add_metric(label, len(node.ledger))
-        yield from (age, up, open_dispatches)
+        queue = GaugeMetricFamily(
+            "kairos_proxy_queue_requests",
+            "Requests that wait to be bound, by the class they are ordered in.",
+            labels=["order"],
+        )
+        for order, count in zip(("in_time", "late"), self.queue(), strict=True):
+            queue.add_metric([order], count)
+        yield from (age, up, open_dispatches, queue)
 
 
 class ProxyMetrics:
@@ -108,10 +116,24 @@ class ProxyMetrics:
         self._decision = histogram(
             "decision_seconds", "Time a routing decision took.", _DECISION_BUCKETS
         )
+        self._waits = histogram(
+            "queue_wait_seconds",
+            "Arrival to the decision of requests bound late.",
+            _TTFT_BUCKETS,
+            "order",
+        )
 
     def watch(self, nodes: Iterable[Node]) -> None:
         """Nodes to show gauges of."""
         self._gauges.nodes = nodes
+
+    def waited(self, order: str, seconds: float) -> None:
+        """A request leaves the queue; `order` is ``in_time`` or ``late``."""
+        self._waits.labels(order).observe(max(0.0, seconds))
+
+    def watch_queue(self, classes: Callable[[], tuple[int, int]]) -> None:
+        """Show how many requests of a queue are in time, and how many late."""
+        self._gauges.queue = classes
 
     def decided(self, route: Route, seconds: float) -> None:
         """A policy has routed a request."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import aiohttp
@@ -35,6 +35,7 @@ class Service:
         session: The one HTTP session.
         health: Probes of failed nodes.
         max_model_len: Longest sequence the engines take, once known.
+        stirred: Called when a report has come or a node is back, if set.
     """
 
     session: aiohttp.ClientSession
@@ -45,7 +46,8 @@ class Service:
         self.fleet = ProxyFleet(settings)
         self.metrics = ProxyMetrics()
         self.counter = PromptCounter(settings.tokenizer, self.metrics)
-        self._subscriber = StateSubscriber(self.metrics)
+        self._subscriber = StateSubscriber(self.metrics, self._stir)
+        self.stirred: Callable[[], None] | None = None
         self.max_model_len: int | None = None
         self._running = False
         self._starting = asyncio.Lock()
@@ -57,7 +59,7 @@ class Service:
             if self._running:
                 return
             self.session = client_session(self.settings.connect_timeout_s)
-            self.health = HealthWatch(self.session)
+            self.health = HealthWatch(self.session, self._stir)
             self.counter.start()
             nodes = self.fleet.nodes()
             self.metrics.watch(nodes)
@@ -67,6 +69,10 @@ class Service:
                     self._subscriber.start(node, address)
             self._asking = asyncio.create_task(self._ask_limit())
             self._running = True
+
+    def _stir(self) -> None:
+        if self.stirred is not None:
+            self.stirred()
 
     async def _ask_limit(self) -> None:
         """Learn the longest sequence from whichever node tells it first."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Callable
 
 import zmq
 import zmq.asyncio
@@ -24,10 +25,12 @@ class StateSubscriber:
 
     Args:
         metrics: Counts reports taken, dropped and unreadable.
+        stir: Called when a node has a new report.
     """
 
-    def __init__(self, metrics: ProxyMetrics):
+    def __init__(self, metrics: ProxyMetrics, stir: Callable[[], None]):
         self._metrics = metrics
+        self._stir = stir
         self._context: zmq.asyncio.Context | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -62,6 +65,8 @@ class StateSubscriber:
                 readable = True
                 taken = node.observe(report, time.monotonic())
                 self._metrics.reports("taken" if taken else "old")
+                if taken:
+                    self._stir()
         finally:
             socket.close(linger=0)
 

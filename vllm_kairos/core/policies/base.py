@@ -183,6 +183,11 @@ class Policy(abc.ABC):
         """Requests in the policy's queue."""
         return 0
 
+    @property
+    def waiting_late(self) -> int:
+        """Of those, requests that were set aside as late at the last look."""
+        return 0
+
     def enqueue(self, request: Request) -> None:
         """Put a request into the queue of a policy that binds late."""
         raise TypeError(f"policy {self.name!r} binds requests when they arrive")

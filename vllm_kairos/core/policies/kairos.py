@@ -201,6 +201,10 @@ class Kairos(Policy):
     def waiting(self) -> int:
         return len(self.queue)
 
+    @property
+    def waiting_late(self) -> int:
+        return self.queue.late
+
     def enqueue(self, request: Request) -> None:
         self.queue.add(request, request.arrival_ms + self.settings.ttft_slo_ms)
 
