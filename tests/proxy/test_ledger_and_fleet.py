@@ -61,7 +61,7 @@ def test_each_kind_counts_where_it_weighs() -> None:
 def test_a_dispatch_after_its_first_byte_weighs_as_a_decode() -> None:
     node = Node("n:1")
     node.ledger.open("t", Kind.DEFLECTED, 400, 100.0)
-    node.ledger.decoding("t")
+    node.ledger.decoding("t", 100.1)
     assert not state(node).deflected
     assert state(node).awaiting_kv == 1
 

@@ -15,6 +15,8 @@ from vllm_kairos.proxy.flags import ProxySettings
 from vllm_kairos.proxy.ledger import Kind, LinkLedger, NodeLedger
 
 _MOST_OLD_INCARNATIONS = 64
+#: A process silent for so long has gone, whatever its successor's clock says.
+_SILENT_S = 2.0
 
 
 @dataclass(eq=False)
@@ -90,6 +92,9 @@ class Node:
                 if report.seq <= last.seq:
                     return False
             elif report.incarnation in self._old_incarnations:
+                return False
+            elif report.time_s < last.time_s and now_s - self.received_s < _SILENT_S:
+                # A process that was replaced before this proxy heard of it.
                 return False
             else:
                 self._old_incarnations.append(last.incarnation)
@@ -194,6 +199,7 @@ class Node:
                 prefills.append(PrefillWork(entry.tokens))
             else:
                 deflected.append(PrefillWork(entry.tokens))
+        state.free_kv_tokens = max(0, state.free_kv_tokens)
         state.prefills = prefills
         state.deflected = deflected
         return state

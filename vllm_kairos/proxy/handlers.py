@@ -344,7 +344,7 @@ class Dispatcher:
         except BaseException:
             node.ledger.close(job.ticket)
             raise
-        node.ledger.decoding(job.ticket)
+        node.ledger.decoding(job.ticket, time.monotonic())
         self._stir()
         return reply
 

@@ -39,7 +39,7 @@ class Entry:
         tokens: Prompt tokens.
         sent_s: When, on the proxy's monotonic clock.
         shown: A report stands for it now.
-        answered: Its first byte is out; the next report shows it as a decode.
+        answered_s: When its first byte came; reports show it as a decode then.
     """
 
     ticket: str
@@ -47,7 +47,7 @@ class Entry:
     tokens: int
     sent_s: float
     shown: bool = False
-    answered: bool = False
+    answered_s: float | None = None
 
 
 class LinkLedger:
@@ -104,6 +104,9 @@ class NodeLedger:
         self._incarnation: str | None = None
         self._last_report_s = 0.0
         self._names_ordinary = False
+        #: Deflected prefills in the last report, and those of them that are
+        #: known to be none by now.
+        self._reported: set[str] = set()
         self._over: set[str] = set()
 
     def __len__(self) -> int:
@@ -116,9 +119,8 @@ class NodeLedger:
 
     def close(self, ticket: str) -> None:
         """It finished, failed or was cancelled. Unknown tickets are ignored."""
-        entry = self._entries.pop(ticket, None)
-        if entry is not None:
-            if entry.shown and entry.kind is Kind.DEFLECTED:
+        if self._entries.pop(ticket, None) is not None:
+            if ticket in self._reported:
                 self._over.add(ticket)
             self.version += 1
 
@@ -136,17 +138,18 @@ class NodeLedger:
         if restarted:
             self._names_ordinary = False
         self._over.clear()
-        names = {d.ticket for d in report.deflected}
-        names.update(report.admitted)
+        self._reported = {d.ticket for d in report.deflected}
+        names = self._reported.union(report.admitted)
         for entry in self._entries.values():
             if entry.shown or entry.kind is Kind.EXPECTED:
                 continue
-            if entry.answered:
+            if entry.ticket in names:
                 entry.shown = True
-            elif entry.ticket in names:
-                entry.shown = True
-                if entry.kind is not Kind.DEFLECTED:
+                if entry.kind is not Kind.DEFLECTED and entry.answered_s is None:
                     self._names_ordinary = True
+            elif entry.answered_s is not None:
+                # Its name may have gone from the list that reports keep.
+                entry.shown = received_s - entry.answered_s > UNNAMED_AFTER_S
             elif restarted and entry.sent_s < self._last_report_s:
                 # It died with the process it was sent to.
                 entry.shown = True
@@ -160,19 +163,19 @@ class NodeLedger:
         self._last_report_s = received_s
         self.version += 1
 
-    def decoding(self, ticket: str) -> None:
+    def decoding(self, ticket: str, now_s: float) -> None:
         """Its first byte is out: what is left of it is a decode."""
         entry = self._entries.get(ticket)
         if entry is None:
             return
         if not entry.shown:
-            entry.answered = True
+            entry.answered_s = now_s
             entry.kind = Kind.AWAITING_KV
             self.version += 1
-        elif entry.kind is Kind.DEFLECTED:
+        elif ticket in self._reported and ticket not in self._over:
             # The last report has it as a prefill; until the next it is counted
             # here, as what it is.
             self._over.add(ticket)
-            entry.answered, entry.shown = True, False
+            entry.answered_s, entry.shown = now_s, False
             entry.kind = Kind.AWAITING_KV
             self.version += 1
