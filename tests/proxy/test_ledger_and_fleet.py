@@ -3,14 +3,17 @@
 
 from __future__ import annotations
 
+import msgspec
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.proxy.stubs import MODEL, profile, report
 from vllm_kairos.core.messages import MOST_ADMITTED, DeflectedReport
+from vllm_kairos.core.profile import KvLink
 from vllm_kairos.proxy.flags import ProxySettings
 from vllm_kairos.proxy.fleet import Node, ProxyFleet
-from vllm_kairos.proxy.ledger import UNNAMED_AFTER_S, Kind
+from vllm_kairos.proxy.ledger import UNNAMED_AFTER_S, Kind, LinkLedger
 
 
 def state(node: Node, now_s: float = 100.0):
@@ -144,6 +147,77 @@ def test_a_profile_gives_the_limits_until_a_report_does() -> None:
     assert state(node).max_num_seqs == 64
     node.observe(report(budget_tokens=77), 100.0)
     assert state(node).budget_tokens == 77
+
+
+def test_a_step_in_flight_runs_out_and_then_work_is_done() -> None:
+    node = Node("n:1", profile())
+    busy = report(prefills=[(400, 0), (300, 0)], step_remaining_ms=50.0, limit_ms=41.0)
+    node.observe(busy, 100.0)
+    s = state(node, 100.02)
+    assert s.step_in_flight_ms == pytest.approx(30.0)
+    assert s.worked_off_ms == 0.0
+    assert s.limit_ms == 41.0
+    s = state(node, 100.15)
+    assert s.step_in_flight_ms == 0.0
+    assert s.worked_off_ms == pytest.approx(100.0)
+
+
+def test_an_idle_node_works_only_since_it_was_sent_something() -> None:
+    node = Node("n:1", profile())
+    node.observe(report(), 100.0)
+    assert state(node, 100.4).worked_off_ms == 0.0
+    node.ledger.open("t", Kind.PREFILL, 400, 100.5)
+    assert state(node, 100.5).worked_off_ms == 0.0
+    assert state(node, 100.6).worked_off_ms == pytest.approx(100.0)
+    # One step of 200 tokens takes 201 ms; then it idled until 0.5 s.
+    node.ledger.close("t")
+    node.observe(report(seq=2, prefills=[(200, 0)]), 101.0)
+    assert state(node, 101.1).worked_off_ms == pytest.approx(100.0)
+    assert state(node, 101.4).worked_off_ms == pytest.approx(201.0)
+    node.ledger.open("u", Kind.PREFILL, 400, 101.5)
+    assert state(node, 101.6).worked_off_ms == pytest.approx(301.0)
+
+
+def test_kv_on_a_link_drains_at_its_rate_and_is_gone_with_its_first_bytes() -> None:
+    link = LinkLedger(1000.0)
+    assert link.backlog_bytes(100.0) == 0.0
+    link.open("a", 500.0, 100.0)
+    link.open("b", 300.0, 100.1)
+    assert link.backlog_bytes(100.1) == pytest.approx(700.0)
+    assert link.backlog_bytes(100.4) == pytest.approx(400.0)
+    # What is left can be no more than what has not been answered.
+    link.close("a", 100.4)
+    assert link.backlog_bytes(100.4) == pytest.approx(300.0)
+    assert link.backlog_bytes(109.0) == 0.0
+    link.close("b", 109.0)
+    link.close("b", 109.0)
+    link.open("c", 100.0, 110.0)
+    assert link.backlog_bytes(110.0) == pytest.approx(100.0)
+
+
+def test_a_transfer_counts_on_the_node_it_is_fetched_from() -> None:
+    linked = msgspec.structs.replace(profile(), kv=KvLink(10.0, 1e6))
+    node = Node("n:1", linked)
+    node.observe(report(), 100.0)
+    node.fetching("t", 400, 100.0)
+    assert state(node, 100.001).link_backlog_bytes == pytest.approx(3000.0)
+    node.fetched("t", 100.002)
+    assert state(node, 100.002).link_backlog_bytes == 0.0
+
+
+def test_nodes_with_one_profile_share_its_models_and_others_have_their_own() -> None:
+    slow, fast = profile(prefill_ms_per_token=9.0), profile()
+    fleet = ProxyFleet(
+        ProxySettings(
+            MODEL,
+            ["p:1", "p:2"],
+            ["d:1"],
+            profiles={"p:1": slow, "p:2": fast, "d:1": fast},
+        )
+    )
+    p1, p2, d1 = (fleet[a].state(0.0, 1.0).model for a in ("p:1", "p:2", "d:1"))
+    assert p2 is d1
+    assert p1 is not p2 and p1.step_ms(0, 0, 100) > 5 * p2.step_ms(0, 0, 100)
 
 
 EVENTS = st.lists(

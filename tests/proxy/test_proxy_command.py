@@ -330,3 +330,32 @@ def test_options_reach_the_policy_with_their_types() -> None:
     s = settings_from_args(parse(*flags, "--policy-option", "literal_progress=false"))
     assert s.policy_options == {"literal_progress": False}
     assert s.make_policy().literal_progress is False  # type: ignore[attr-defined]
+
+
+KAIROS = ("--prefill", "h:1", "--decode", "h:2", "--scheduling-policy", "kairos")
+
+
+def test_kairos_binds_late_unless_told_otherwise() -> None:
+    assert settings_from_args(parse(*KAIROS)).make_policy().late
+    assert settings_from_args(parse(*KAIROS, "--dispatch", "late")).make_policy().late
+    eager = settings_from_args(parse(*KAIROS, "--dispatch", "eager"))
+    assert not eager.make_policy().late
+    paper = parse(*KAIROS[:-1], "kairos-paper", "--dispatch", "eager")
+    assert not settings_from_args(paper).make_policy().late
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        ((*KAIROS[:-1], "kairos-paper", "--dispatch", "late"), "'dispatch'"),
+        (
+            (*KAIROS, "--dispatch", "late", "--policy-option", "dispatch=eager"),
+            "--dispatch",
+        ),
+    ],
+)
+def test_a_dispatch_that_cannot_be_is_refused(
+    flags: tuple[str, ...], told: str
+) -> None:
+    with pytest.raises(UserError, match=told):
+        settings_from_args(parse(*flags))
