@@ -80,14 +80,18 @@ class Harness:
         wait_until_ready(self.servers, WAIT_S)
         self.urls["alone"] = self.engines["prefill"].url
         slo = ["kairos", "--profile", profile, "--tau-ms", str(self.config.tau_ms)]
-        always = [*slo, "--alpha", "1000000", "--ttft-slo-ms", _FOREVER_MS]
+        # Bound on arrival: late, whichever node is idle first would serve.
+        always = [*slo, "--dispatch", "eager", "--alpha", "1000000"]
+        always += ["--ttft-slo-ms", _FOREVER_MS]
         decode = "faulty" if self.fault else "decode"
-        self._proxy("pd", decode, "round_robin")
+        # These need no prompt lengths: a tokenizer less to load for each.
+        untold = ["--tokenizer", "none"]
+        self._proxy("pd", decode, "round_robin", *untold)
         self._proxy("deflected", decode, *always)
         self._proxy("kairos", decode, *slo, "--ttft-slo-ms", "60000")
         if "faulty" in self.engines:
-            self._proxy("faulty_pd", "faulty", "round_robin")
-            self._proxy("faulty_deflected", "faulty", *always)
+            self._proxy("faulty_pd", "faulty", "round_robin", *untold)
+            self._proxy("faulty_deflected", "faulty", *always, *untold)
         wait_until_ready(self.servers, WAIT_S)
         for arm, url in self.urls.items():
             if arm != "alone":
