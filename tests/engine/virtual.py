@@ -214,6 +214,8 @@ class VirtualEngine:
         self._ids = itertools.count()
         self._in_flight: list[SchedulerOutput] = []
         self._arrived: set[str] = set()
+        self._decoding: set[str] = set()
+        self._remote: set[str] = set()
         if hasattr(self.scheduler, "step_clock_s"):
             self.scheduler.step_clock_s = lambda: self.now_ms / 1e3
             self.scheduler.wall_clock_s = lambda: self.now_ms / 1e3
@@ -240,6 +242,7 @@ class VirtualEngine:
             params = schedule_params(f"ticket-{request_id}", chunks)
         if remote:
             params = {**(params or {}), "do_remote_prefill": True}
+            self._remote.add(request_id)
         sampling = SamplingParams(
             max_tokens=output_tokens,
             ignore_eos=True,
@@ -290,15 +293,20 @@ class VirtualEngine:
 
     def _run(self, output: SchedulerOutput) -> Step:
         load = StepLoad()
+        output_new = {new.req_id for new in output.scheduled_new_reqs}
+        self._decoding -= output.scheduled_cached_reqs.resumed_req_ids
         for request_id, tokens in output.num_scheduled_tokens.items():
             request = self.scheduler.requests[request_id]
             computed = request.num_computed_tokens - tokens
-            drafts = len(output.scheduled_spec_decode_tokens.get(request_id, ()))
-            if tokens == 1 + drafts and not request.is_prefill_chunk:
+            # As the engine counts: a request joins whose KV has arrived.
+            joins = request_id in output_new and request_id in self._remote
+            if joins or request_id in self._decoding:
                 load.decodes += 1
                 load.decode_kv_tokens += computed
             else:
                 load.add_prefill(tokens, computed)
+            if not request.is_prefill_chunk:
+                self._decoding.add(request_id)
         latency = self.truth(self.model.load_ms(load))
         step = Step(
             dict(output.num_scheduled_tokens),

@@ -74,6 +74,7 @@ class RequestPhases:
         self.decode_kv_tokens = 0
         self.admitted: deque[str] = deque(maxlen=MOST_ADMITTED)
         self._schedules: dict[str, Deflected] = {}
+        self._joining: set[str] = set()
 
     def add(
         self, request: Request, schedule: ChunkSchedule | None, ttft_slo_ms: float
@@ -139,9 +140,8 @@ class RequestPhases:
         Called when the requests' ``num_computed_tokens`` have been advanced.
 
         Returns:
-            What the step holds. A prompt's last single token is a decode: it
-            costs what a decode costs, and is how a request whose KV has
-            arrived joins.
+            What the step holds. The single token by which a request joins
+            whose KV has arrived is a decode: it costs what a decode costs.
         """
         scheduled = output.num_scheduled_tokens
         for new in output.scheduled_new_reqs:
@@ -156,6 +156,7 @@ class RequestPhases:
             return load
         load = StepLoad(decode_kv_tokens=self.decode_kv_tokens)
         joined_kv_tokens = 0
+        joined: set[str] = set()
         finished: list[Request] = []
         for request_id, held in self.deflected.items():
             tokens = scheduled.get(request_id, 0)
@@ -171,8 +172,9 @@ class RequestPhases:
             if not tokens:
                 continue
             computed = request.num_computed_tokens - tokens
-            if tokens == 1 and not request.is_prefill_chunk:
+            if tokens == 1 and request_id in self._joining:
                 joined_kv_tokens += computed
+                joined.add(request_id)
             else:
                 load.add_prefill(tokens, computed)
             if not request.is_prefill_chunk:
@@ -182,11 +184,12 @@ class RequestPhases:
         load.decode_tokens = output.total_num_scheduled_tokens - load.prefill_tokens
         load.decode_kv_tokens += joined_kv_tokens
         self.decode_kv_tokens += joined_kv_tokens + load.decode_tokens
+        self._joining.clear()
         for request in finished:
             request_id = request.request_id
             self.prefilling.pop(request_id, None)
-            deflected = self.deflected.pop(request_id, None) is not None
-            if deflected or scheduled[request_id] != 1:
+            self.deflected.pop(request_id, None)
+            if request_id not in joined:
                 self.decode_kv_tokens += request.num_computed_tokens
             self.decoding[request_id] = request
         return load
@@ -195,11 +198,12 @@ class RequestPhases:
         """A request is scheduled for the first time, or again."""
         if request_id in self.deflected:
             return
-        request = (
-            self.waiting.pop(request_id, None)
-            or self.awaiting_kv.pop(request_id, None)
-            or self.decoding.pop(request_id, None)
-        )
+        request = self.awaiting_kv.pop(request_id, None)
+        if request is not None:
+            self._joining.add(request_id)
+        else:
+            request = self.waiting.pop(request_id, None)
+            request = request or self.decoding.pop(request_id, None)
         if request is not None:
             self.prefilling[request_id] = request
 

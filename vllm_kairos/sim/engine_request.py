@@ -114,6 +114,7 @@ class EngineRequest:
         block_ids: Which, on nodes that cache prefixes.
         cached_blocks: Of those, how many others may share.
         due_ms: When its first token is due.
+        joining: Its remote KV has arrived and it is about to decode.
     """
 
     __slots__ = (
@@ -133,6 +134,7 @@ class EngineRequest:
         "block_ids",
         "cached_blocks",
         "due_ms",
+        "joining",
         "source",
         "_hashes",
         "_block_size",
@@ -167,6 +169,7 @@ class EngineRequest:
         self.block_ids: list[int] = []
         self.cached_blocks = 0
         self.due_ms = float("inf")
+        self.joining = False
         self.source: str | None = None
         self._hashes: list[BlockHash] = []
         self._block_size = block_size

@@ -301,6 +301,7 @@ class Node:
         if request.computed == request.tokens:
             request.computed -= 1
         request.remote = Remote.NONE
+        request.joining = True
         del self.arrived[request]
 
     # --------------------------------------------------------------- limits
@@ -368,8 +369,8 @@ class Node:
     def _note_step(self) -> None:
         """Advance the requests and take stock of the step.
 
-        A prompt's last single token counts as a decode: it costs what a
-        decode costs, and is how a request whose KV has arrived joins.
+        The single token by which a request joins whose KV has arrived counts
+        as a decode: it costs what a decode costs.
         """
         load = StepLoad()
         for request, tokens in self.scheduled:
@@ -388,12 +389,13 @@ class Node:
                 load.add_prefill(tokens, before)
                 if done:
                     del self.deflected[request]
-            elif tokens == 1 and done:
+            elif tokens == 1 and request.joining:
                 load.decodes += 1
                 load.decode_tokens += 1
                 load.decode_kv_tokens += before
             else:
                 load.add_prefill(tokens, before)
+            request.joining = False
             if done:
                 request.phase = Phase.DECODE
                 self.decodes += 1
