@@ -164,41 +164,43 @@ class ChunkPlanner:
             return None
         served = cached_tokens if cached_tokens < prompt_tokens else prompt_tokens - 1
         four = self._four
+        if chunks is None:
+            chunks = []
+        if steps is None:
+            steps = []
+        add, add_ms, decodes = chunks.append, steps.append, self.decodes
         total = 0.0
-        found = chunks if chunks is not None else []
-        add, add_ms = found.append, None if steps is None else steps.append
         while served < prompt_tokens:
             fixed = base + wp * served + n
-            room = limit - fixed
             slope = lin + cp * served
-            root = slope + sqrt(slope * slope + four * room) if room > 0.0 else 0.0
-            if root > 0.0:
+            room = limit - fixed
+            if room > 0.0:
+                root = slope + sqrt(slope * slope + four * room)
                 # Rounding may land one token over the bound.
-                fits = 2.0 * room / root
-                chunk = int(fits) if fits < most else most
+                chunk = int(2.0 * room / root) if root * most > 2.0 * room else most
             else:
-                flat = slope == 0.0 and cc == 0.0 and room >= 0.0
+                flat = slope == 0.0 and cc == 0.0 and room == 0.0
                 chunk = most if flat else 0
-            if served + chunk > prompt_tokens:
+            end = served + chunk
+            if end > prompt_tokens:
                 chunk = prompt_tokens - served
+                end = prompt_tokens
             step = fixed + chunk * (lin + (cp * served + cc * chunk))
-            while step > limit and chunk > 0:
-                chunk -= 1
-                step = fixed + chunk * (lin + (cp * served + cc * chunk))
-            served += chunk
-            if chunk < smallest and (chunk == 0 or served < prompt_tokens):
+            if step > limit:
+                while step > limit and chunk > 0:
+                    chunk -= 1
+                    step = fixed + chunk * (lin + (cp * served + cc * chunk))
+                end = served + chunk
+            if chunk < smallest and (chunk == 0 or end < prompt_tokens):
                 return None
+            served = end
             if step < decode_ms:
                 step = decode_ms
             total += step
-            add(chunk)
-            if add_ms is not None:
-                add_ms(step)
+            add(chunk + decodes)
+            add_ms(step)
             if total > most_ms:
                 return total
-        if self.decodes:
-            decodes = self.decodes
-            found[:] = [chunk + decodes for chunk in found]
         return total
 
     def quick_floor_ms(self, prompt_tokens: int, cached_tokens: int = 0) -> float:
