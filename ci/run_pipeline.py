@@ -486,6 +486,8 @@ def main(words: Sequence[str] | None = None) -> int:
             for command in step.commands:
                 print(f"    {command.strip()}")
         return 0
+    # Ended from outside, as by a timeout: what was started ends with it.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     return summarize(run(steps, gpus()))
 
 

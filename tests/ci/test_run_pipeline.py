@@ -169,6 +169,25 @@ def test_a_child_left_behind_neither_hangs_the_step_nor_lives_on(
         os.kill(int(marker.read_text()), 0)
 
 
+def test_a_runner_that_is_terminated_ends_what_it_started(tmp_path: Path) -> None:
+    marker, path = tmp_path / "pid", tmp_path / "pipeline.yaml"
+    command = f"echo $$ > {marker}; sleep 300"
+    path.write_text(f"steps:\n- label: A\n  commands:\n  - {command}\n")
+    runner = subprocess.Popen(
+        [sys.executable, CHECKOUT / "ci/run_pipeline.py", "--pipeline", path],
+        stdout=subprocess.DEVNULL,
+        env={**os.environ, "PYTHONPATH": str(CHECKOUT)},
+    )
+    deadline = time.monotonic() + 60
+    while not (marker.exists() and marker.read_text().strip()):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    runner.terminate()
+    assert runner.wait(timeout=60) == 143
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(marker.read_text()), 0)
+
+
 def test_steps_for_a_gpu_are_skipped_with_a_word(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
