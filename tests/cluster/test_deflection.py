@@ -51,7 +51,8 @@ def profile(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> str:
 def always_deflecting(cluster: Cluster, profile: str) -> str:
     """URL of a proxy for which a decode node is always the better choice."""
     flags = ["--profile", profile, "--tau-ms", "200", "--alpha", "1000"]
-    proxy = cluster.proxy("kairos", *flags, "--ttft-slo-ms", "1000000")
+    flags += ["--ttft-slo-ms", "1000000", "--dispatch", "eager"]
+    proxy = cluster.proxy("kairos", *flags)
     wait_for_state(proxy.url)
     return proxy.url
 
