@@ -168,6 +168,8 @@ class ChunkPlanner:
             chunks = []
         if steps is None:
             steps = []
+        if wp == 0.0 and decode_ms == 0.0 and lin > 0.0 and self._headroom > 0.0:
+            return self._walk_level_ms(prompt_tokens, served, most_ms, chunks, steps)
         add, add_ms, decodes = chunks.append, steps.append, self.decodes
         total = 0.0
         while served < prompt_tokens:
@@ -196,6 +198,51 @@ class ChunkPlanner:
             served = end
             if step < decode_ms:
                 step = decode_ms
+            total += step
+            add(chunk + decodes)
+            add_ms(step)
+            if total > most_ms:
+                return total
+        return total
+
+    def _walk_level_ms(
+        self,
+        prompt_tokens: int,
+        served: int,
+        most_ms: float,
+        chunks: list[int],
+        steps: list[float],
+    ) -> float | None:
+        """`walk_ms` where the fixed part of a step is the same in all of them.
+
+        So it is with most profiles, and there is a quarter less to do.
+        """
+        sqrt = math.sqrt
+        lin, cp, cc, limit = self._lin, self._cp, self._cc, self.limit_ms
+        most, smallest, decodes = self._room, self._smallest, self.decodes
+        add, add_ms = chunks.append, steps.append
+        fixed = self._base + self._n
+        room = limit - fixed
+        twice, under = 2.0 * room, self._four * room
+        total = 0.0
+        while served < prompt_tokens:
+            grown = cp * served
+            slope = lin + grown
+            root = slope + sqrt(slope * slope + under)
+            chunk = int(twice / root) if root * most > twice else most
+            end = served + chunk
+            if end >= prompt_tokens:
+                end = prompt_tokens
+                chunk = end - served
+            step = fixed + chunk * (lin + (grown + cc * chunk))
+            if step > limit:
+                while step > limit and chunk > 0:
+                    chunk -= 1
+                    step = fixed + chunk * (lin + (grown + cc * chunk))
+                end = served + chunk
+            if chunk < smallest and (chunk == 0 or end < prompt_tokens):
+                return None
+            served = end
             total += step
             add(chunk + decodes)
             add_ms(step)

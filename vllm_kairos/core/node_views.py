@@ -275,19 +275,30 @@ def fastest(
     available = feasible = False
     cached = 0
     candidates: list[tuple[float, int, float, NodeView, int]] = []
+    # The one loop over all decode nodes: calls that it can do without, it does.
+    known_views = views._views
     for place, state in enumerate(nodes):
-        view = views.of(state)
+        view = known_views.get(state.node)
+        if view is None or view.state is not state:
+            view = views.of(state)
         if not (view.has_slot and state.fresh and state.free_kv_tokens > prompt):
             continue
         if state.deflected and not several:
             continue
         available = True
-        queued = view.queued_ms()
-        if queued is None:
-            continue
+        queued = view._deflected_ms
+        if queued is None or queued < 0.0:
+            queued = view.queued_ms()
+            if queued is None:
+                continue
+        else:
+            queued += state.step_in_flight_ms - state.worked_off_ms
+            if queued < 0.0:
+                queued = 0.0
         if prefixes:
             cached = prefixes.get(state.node, 0)
-        floor = view.planner.quick_floor_ms(prompt, cached)
+        planner = view._planner or view.planner
+        floor = planner.quick_floor_ms(prompt, cached)
         if floor == math.inf:
             continue
         feasible = True
