@@ -158,7 +158,7 @@ class Assignment:
         queue = self._ordered()
         among = len(queue)
         while queue:
-            name = min(drain, key=drain.__getitem__)
+            name = self._next_prefill()
             if drain[name] > lead:
                 break
             self._send_first(queue, name)
@@ -174,6 +174,16 @@ class Assignment:
             ids = (request.request_id for request, _ in self._routed)
             self._policy.queue.take(ids, among)
         return self._routed
+
+    def _next_prefill(self) -> str:
+        """The node that runs dry first, or the next in turn of those that do."""
+        policy = self._policy
+        if policy.balance == "round_robin":
+            for _ in self._drain:
+                name = policy.turns.pick(list(self._prefill.values())).node
+                if self._drain[name] <= policy.lead_ms:
+                    return name
+        return min(self._drain, key=self._drain.__getitem__)
 
     def _drain_ms(self, node: NodeState) -> float:
         """Time until a prefill node runs dry."""

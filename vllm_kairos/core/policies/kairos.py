@@ -104,7 +104,7 @@ class Kairos(Policy):
         self.sees = "ledger" if ledger else "reports"
         self.lead_ms = lead_ms
         self.oldest_ms = oldest_slos * settings.ttft_slo_ms
-        self._prefill = RoundRobin()
+        self.turns = RoundRobin()
         self.queue = LateQueue()
         self.views = NodeViews(self._planner)
 
@@ -141,7 +141,7 @@ class Kairos(Policy):
             fewest = min(nodes, key=lambda n: sum(w.tokens for w in n.prefills))
             return fewest, None
         if self.balance == "round_robin":
-            known = [self._prefill.pick(known)]
+            known = [self.turns.pick(known)]
         step = self.decode_step_ms(request.prompt_tokens, self.views.of(decode))
         if self.ttft == "exact" and self.transfer:
             return self.views.least_ttft(request, known, step)
