@@ -89,10 +89,13 @@ class Proxy:
         self.shows: dict[str, str] = {}
         self.named: set[str] = set()
         self.sent_s: dict[str, float] = {}
+        self.closed: set[str] = set()
+        self.last = (0, 0)
 
     def close(self, ticket: str) -> None:
         self.node.ledger.close(ticket)
-        self.open.pop(ticket, None)
+        if self.open.pop(ticket, None) is not None:
+            self.closed.add(ticket)
 
     def check(self, restarted: bool, now_s: float) -> None:
         """Every open dispatch is counted, none twice, nothing below zero."""
@@ -107,6 +110,8 @@ class Proxy:
                     entry.answered_s is not None and self.shows[ticket] == "deflected"
                 )
                 assert ledger.over(ticket)
+        for ticket in self.closed:
+            assert self.shows.get(ticket) != "deflected" or ledger.over(ticket)
         if not restarted:
             # What no report names within that time is taken for named.
             recent = {t for t in self.open if now_s - self.sent_s[t] < UNNAMED_AFTER_S}
@@ -184,7 +189,11 @@ class World:
             place = self.rng.randrange(len(proxy.channel))
             made, shows = proxy.channel.pop(place)
             if proxy.node.observe(made, self.now_s):
+                order = (int(made.incarnation), made.seq)
+                assert order > proxy.last
+                proxy.last = order
                 proxy.shows = shows
+                proxy.closed.clear()
                 proxy.named.update(made.admitted)
 
     def restart(self) -> None:

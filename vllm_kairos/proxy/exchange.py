@@ -16,7 +16,8 @@ from starlette.types import Receive, Scope, Send
 
 from vllm_kairos.proxy.body import Body, error_body
 from vllm_kairos.proxy.forward import Reply, upstream_headers
-from vllm_kairos.proxy.handlers import Dispatcher, Job, NoNode
+from vllm_kairos.proxy.handlers import Dispatcher
+from vllm_kairos.proxy.job import Job, NoNode
 from vllm_kairos.proxy.service import Service
 
 logger = logging.getLogger(__name__)

@@ -15,12 +15,9 @@ from __future__ import annotations
 import logging
 import math
 import time
-from dataclasses import dataclass
 from typing import Any
 
-from multidict import CIMultiDict
-
-from vllm_kairos.core.fleet import Fleet, NodeState, Request
+from vllm_kairos.core.fleet import Fleet, NodeState
 from vllm_kairos.core.messages import TICKET_KEY, schedule_params
 from vllm_kairos.core.policies import Policy, RoundRobin
 from vllm_kairos.core.policies.disagg import least_loaded_decode, least_ttft
@@ -30,6 +27,7 @@ from vllm_kairos.core.settings import Settings
 from vllm_kairos.proxy.body import REMOTE_DECODE, Body, decode_prefill_reply
 from vllm_kairos.proxy.fleet import Node
 from vllm_kairos.proxy.forward import NodeFailure, Reply, open_reply
+from vllm_kairos.proxy.job import Job, NoNode
 from vllm_kairos.proxy.late import LateBinder
 from vllm_kairos.proxy.ledger import Kind
 from vllm_kairos.proxy.prompt_length import Length
@@ -42,43 +40,6 @@ logger = logging.getLogger(__name__)
 _MOST_REACHED = 2
 #: Steps of a schedule made where there is no headroom.
 _MOST_STEPS = 4096
-
-
-@dataclass(slots=True)
-class Job:
-    """One request on its way.
-
-    Attributes:
-        body: What the client sent.
-        headers: Headers for the nodes.
-        ticket: Names its dispatches.
-        arrived_s: Monotonic arrival.
-        length: Length of its prompts.
-        label: Path it took.
-        predicted_ms: TTFT the decision predicts for that path.
-        route: What the policy decided, if it was asked.
-    """
-
-    body: Body
-    headers: CIMultiDict[str]
-    ticket: str
-    arrived_s: float
-    length: Length
-    label: str = "kept"
-    predicted_ms: float | None = None
-    route: Route | None = None
-
-    def request(self) -> Request:
-        """The request as a policy sees it."""
-        return Request(self.length.tokens, self.ticket, arrival_ms=self.arrived_s * 1e3)
-
-    def slack_ms(self, ttft_slo_ms: float) -> float:
-        """Time left to its TTFT target."""
-        return ttft_slo_ms - 1e3 * (time.monotonic() - self.arrived_s)
-
-
-class NoNode(Exception):
-    """No node is left that could answer."""
 
 
 class Dispatcher:
