@@ -87,18 +87,21 @@ class Node:
             of a process that has since been replaced.
         """
         last = self.report
-        if last is not None:
-            if report.incarnation == last.incarnation:
-                if report.seq <= last.seq:
-                    return False
-            elif report.incarnation in self._old_incarnations:
+        if last is not None and report.incarnation == last.incarnation:
+            if report.seq <= last.seq:
                 return False
-            elif report.time_s < last.time_s and now_s - self.received_s < _SILENT_S:
-                # A process that was replaced before this proxy heard of it.
+        elif last is not None:
+            # Another process: its successor, or one replaced long ago, maybe
+            # before this proxy heard of it. The one known, once silent, has
+            # gone, whatever the other's clock says.
+            silent = now_s - self.received_s >= _SILENT_S
+            if not silent and (
+                report.incarnation in self._old_incarnations
+                or report.time_s < last.time_s
+            ):
                 return False
-            else:
-                self._old_incarnations.append(last.incarnation)
-                del self._old_incarnations[:-_MOST_OLD_INCARNATIONS]
+            self._old_incarnations.append(last.incarnation)
+            del self._old_incarnations[:-_MOST_OLD_INCARNATIONS]
         self.report = report
         self.received_s = now_s
         self._read(report)
