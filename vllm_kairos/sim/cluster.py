@@ -325,7 +325,6 @@ class Cluster:
             self._leg_done(node, request)
         if self._moves:
             self._move(node)
-        self.dispatcher.step_ended(node, load, node.predicted_ms, now - start)
         self._start_step(node)
 
     def _first_token(self, request: EngineRequest, step_start_ms: float) -> None:

@@ -9,6 +9,7 @@ which are called at every event a queue could wait for.
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -16,7 +17,6 @@ from typing import TYPE_CHECKING
 from vllm_kairos.core.fleet import Fleet, NodeState, PrefillWork, Request
 from vllm_kairos.core.policies.base import Policy
 from vllm_kairos.core.route import Route
-from vllm_kairos.core.step_load import StepLoad
 from vllm_kairos.sim.engine_request import EngineRequest, Leg, UserRequest
 from vllm_kairos.sim.reports import state_of
 
@@ -63,7 +63,7 @@ class Ledger:
             self.deflected[route.decode].pop(user.index, None)
 
 
-class Dispatcher:
+class Dispatcher(abc.ABC):
     """Shows a policy its fleet and hands its routes to the cluster.
 
     Args:
@@ -81,18 +81,13 @@ class Dispatcher:
 
     # ----------------------------------------------------------------- hooks
 
+    @abc.abstractmethod
     def arrive(self, user: UserRequest) -> None:
         """A request arrives."""
-        raise NotImplementedError
 
     def priority(self, user: UserRequest) -> float:
         """Its priority on nodes that go by one: lower is sooner."""
         return user.arrival_ms
-
-    def step_ended(
-        self, node: SimNode, load: StepLoad, predicted_ms: float, measured_ms: float
-    ) -> None:
-        """A node has ended a step and is about to put the next together."""
 
     def prefilled(self, user: UserRequest) -> None:
         """A prefill leg is done; its decode leg is about to go out."""

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import abc
+
 from vllm_kairos.core.fleet import Fleet, Request
 from vllm_kairos.core.policies.base import Policy, RoundRobin, register
 from vllm_kairos.core.route import Route
@@ -28,9 +30,9 @@ class _Static(Policy):
         self._prefill = RoundRobin()
         self._decode = RoundRobin()
 
+    @abc.abstractmethod
     def deflects(self, request: Request, fleet: Fleet) -> bool:
         """Whether the request is prefilled on a decode node."""
-        raise NotImplementedError
 
     def route(self, request: Request, fleet: Fleet) -> Route:
         prefill = self._prefill.pick(fleet.prefill).node
