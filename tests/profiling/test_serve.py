@@ -120,6 +120,8 @@ def test_stopping_the_command_leaves_no_process_and_no_profile(tmp_path, number)
             str(tmp_path / "out" / "p.json"),
         ],
         stderr=subprocess.DEVNULL,
+        # A shell's background job is born deaf to Ctrl-C, and so are its children.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     pid_file = tmp_path / "pid"
     for _ in range(300):
