@@ -185,20 +185,18 @@ def test_late_joiner_decodes_in_the_next_step(cluster: Cluster) -> None:
     pd_url = cluster.proxy("round_robin").url
     # The first transfer between two engines pays for their handshake.
     ask(pd_url, cluster.model, prompt_ids(64, seed=40))
-    with Decodes(cluster, 2), ThreadPoolExecutor() as pool:
-        long = pool.submit(
-            ask,
-            cluster.decode.url,
-            cluster.model,
-            prompt_ids(12_000, seed=41),
-            kv_transfer_params=schedule_params("test-joiner", [66] * 200),
+    with Decodes(cluster, 2):
+        long = threading.Thread(
+            target=ask,
+            args=(cluster.decode.url, cluster.model, prompt_ids(12_000, seed=41)),
+            kwargs={"kv_transfer_params": schedule_params("joiner", [66] * 200)},
         )
+        long.start()
         time.sleep(0.2)
-        joiner = pool.submit(
-            ask, pd_url, cluster.model, prompt_ids(64, seed=42), max_tokens=20
-        )
-        assert joiner.result().route == "kept"
-        long.result()
+        joiner = ask(pd_url, cluster.model, prompt_ids(64, seed=42), max_tokens=20)
+        assert joiner.route == "kept"
+        assert long.is_alive()
+        long.join()
     time.sleep(0.3)
     steps = [s for s in rows_since(records(cluster), before) if s["n"] == 1]
     chunks = [s for s in steps if s["c"] >= 32 and s["B"] >= 2]

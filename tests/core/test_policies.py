@@ -338,3 +338,20 @@ def test_a_bad_setting_is_refused_by_name(
 ) -> None:
     with pytest.raises(ValueError, match=option):
         policy(name, **{option: value})
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("lead_ms", -1.0),
+        ("lead_ms", "abc"),
+        ("lead_ms", float("nan")),
+        ("oldest_slos", -1),
+        ("oldest_slos", "x"),
+        ("several", "maybe"),
+        ("ledger", 1),
+    ],
+)
+def test_a_setting_of_kairos_out_of_range_is_named(option: str, value: object) -> None:
+    with pytest.raises(ValueError, match=option):
+        make_policy("kairos", Settings(), **{option: value})

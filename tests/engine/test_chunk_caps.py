@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,6 +14,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 
 from tests.engine.virtual import VirtualEngine, make_scheduler
 from vllm_kairos.core.messages import schedule_params
+from vllm_kairos.engine.requests import RequestPhases
 
 
 def engine(**options: object) -> VirtualEngine:
@@ -240,6 +243,16 @@ def test_no_schedule_whatever_it_holds_raises_in_the_engine(kairos: object) -> N
     assert all(s.total <= 512 for s in e.steps)
     phases = e.scheduler._phases
     assert not phases._schedules and phases.decode_kv_tokens == 0
+
+
+@pytest.mark.parametrize("params", ["x", ["a"], 3, {"kairos": {"ticket": "\ud800"}}])
+def test_params_that_are_no_object_reach_no_raise_of_ours(params: object) -> None:
+    phases = RequestPhases()
+    request = SimpleNamespace(
+        request_id="r", kv_transfer_params=params, arrival_time=0.0
+    )
+    phases.add(request, None, 4000.0)
+    assert list(phases.waiting) == ["r"] and not phases.admitted
 
 
 ARRIVALS = st.lists(

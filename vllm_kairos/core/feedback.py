@@ -102,6 +102,8 @@ class Feedback:
             predicted_ms: As the profile says, uncorrected.
             measured_ms: As it was.
         """
+        if not (0.0 < predicted_ms < math.inf and 0.0 < measured_ms < math.inf):
+            return
         self.steps += 1
         self.late += measured_ms > self.tau_ms
         if not self._learns:

@@ -9,7 +9,7 @@ here and nowhere else.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeGuard
 
 import msgspec
 
@@ -89,9 +89,9 @@ def parse_schedule(params: object) -> ChunkSchedule | None:
     if type(version) is not int or version != SCHEDULE_VERSION:
         raise ValueError(f"version is {_show(version)}, expected {SCHEDULE_VERSION}")
     ticket = raw.get("ticket")
-    if not isinstance(ticket, str) or not 0 < len(ticket) <= _MOST_TICKET_CHARS:
+    if not _is_ticket(ticket):
         raise ValueError(
-            f"ticket is not a string of 1 to {_MOST_TICKET_CHARS} characters"
+            f"ticket is not a string of 1 to {_MOST_TICKET_CHARS} ASCII characters"
         )
     chunks = raw.get("chunks")
     if not isinstance(chunks, (list, tuple)) or not 0 < len(chunks) <= _MOST_CHUNKS:
@@ -128,9 +128,16 @@ def ticket_of(params: object) -> str | None:
     schedule = params.get(SCHEDULE_KEY)
     raw = schedule.get("ticket") if isinstance(schedule, Mapping) else None
     ticket = params.get(TICKET_KEY) if raw is None else raw
-    if isinstance(ticket, str) and 0 < len(ticket) <= _MOST_TICKET_CHARS:
-        return ticket
-    return None
+    return ticket if _is_ticket(ticket) else None
+
+
+def _is_ticket(value: object) -> TypeGuard[str]:
+    """A name that can be sent back: text outside ASCII may not even encode."""
+    return (
+        isinstance(value, str)
+        and 0 < len(value) <= _MOST_TICKET_CHARS
+        and value.isascii()
+    )
 
 
 class DeflectedReport(msgspec.Struct, frozen=True):

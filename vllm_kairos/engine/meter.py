@@ -94,9 +94,15 @@ class StepMeter:
 
     def ended(self, output: SchedulerOutput, end_s: float) -> None:
         """The output of a step is here."""
-        if not self._in_flight or self._in_flight[0][0] is not output:
+        # Outputs come in order; a step without one is passed over.
+        in_flight = self._in_flight
+        while in_flight and in_flight[0][0] is not output:
+            if not any(step is output for step, _, _ in in_flight):
+                return
+            in_flight.popleft()
+        if not in_flight:
             return
-        _, load, started_s = self._in_flight.popleft()
+        _, load, started_s = in_flight.popleft()
         measured_ms = (end_s - max(started_s, self._last_end_s)) * 1e3
         self._last_end_s = end_s
         self._contiguous = True

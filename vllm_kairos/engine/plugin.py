@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import sys
+from pathlib import Path
 from typing import Any
 
 from vllm_kairos.files import UserError
@@ -67,4 +68,14 @@ def _check(additional_config: object) -> None:
             "--scheduler-cls kairos needs the Kairos patch set in this vLLM; "
             "run `vllm-kairos patch apply`"
         )
-    load_settings(additional_config)
+    settings, _ = load_settings(additional_config)
+    if settings.step_log:
+        try:
+            Path(settings.step_log).parent.mkdir(parents=True, exist_ok=True)
+            with open(settings.step_log, "a"):
+                pass
+        except OSError as error:
+            raise UserError(
+                f"--additional-config kairos: step_log {settings.step_log!r}: "
+                f"{error.strerror}, expected a file that can be written"
+            ) from error

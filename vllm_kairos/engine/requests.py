@@ -9,6 +9,7 @@ something happens to it, and a step touches only those that prefill.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -88,7 +89,7 @@ class RequestPhases:
         """
         request_id = request.request_id
         params = request.kv_transfer_params
-        if params and params.get("do_remote_prefill"):
+        if isinstance(params, Mapping) and params.get("do_remote_prefill"):
             self.awaiting_kv[request_id] = request
         elif schedule is not None:
             slack_ms = ttft_slo_ms if schedule.slack_ms is None else schedule.slack_ms

@@ -184,14 +184,15 @@ class KairosMixin(Scheduler):
                 [held.claim(key) for key, held in phases.deflected.items()],
                 self.max_num_scheduled_tokens,
             )
-        decoding, awaiting_kv = phases.decoding, phases.awaiting_kv
-        bound = self._bound
+        decoding, bound = phases.decoding, self._bound
+        # A request whose KV failed to load computes its prompt like any other.
+        joined = joining - self.failed_recving_kv_req_ids
 
         def limit(request: Request, computed: int, tokens: int) -> int:
             # Decodes were counted when the step began. They are most of what
             # is asked about, so they are told apart first.
             request_id = request.request_id
-            if request_id in decoding or request_id in awaiting_kv:
+            if request_id in decoding or request_id in joined:
                 return tokens
             return bound(request, computed, tokens)
 
@@ -334,7 +335,10 @@ class KairosMixin(Scheduler):
     def shutdown(self) -> None:
         if self._heartbeat is not None:
             self._heartbeat.close()
-        self._meter.close()
+        try:
+            self._meter.close()
+        except OSError as error:  # A full disk must not keep the engine up.
+            logger.error("Kairos step log: %s", error)
         super().shutdown()
 
 

@@ -56,15 +56,13 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         for name, least in (
             ("heartbeat_ms", 1.0),
             ("smallest_chunk_tokens", 1),
-            ("error_warning_percent", 0.0),
+            ("error_warning_percent", 0.1),
         ):
             value = getattr(self, name)
             if not least <= value < float("inf"):
                 raise ValueError(f"{name} is {value!r}, expected at least {least}")
-        if not 0 < self.late_share < 1:
-            raise ValueError(
-                f"late_share is {self.late_share!r}, expected between 0 and 1"
-            )
+        if not 1e-6 <= self.late_share <= 0.4:
+            raise ValueError(f"late_share is {self.late_share!r}, expected 1e-6 to 0.4")
         if self.mode == "adaptive" and self.profile is None:
             raise ValueError("mode is 'adaptive', which needs a profile")
 

@@ -127,6 +127,14 @@ class LateBinder:
         if not self._held:
             return
         started_s = time.monotonic()
+        try:
+            self._look_now(started_s)
+        finally:
+            # Whatever went wrong in this look, there is another.
+            if self._held:
+                self._look_at(started_s + HEARTBEAT_S)
+
+    def _look_now(self, started_s: float) -> None:
         fleet = self._service.fleet.view(started_s)
         try:
             routed = self._routes(fleet)
@@ -138,8 +146,6 @@ class LateBinder:
         self._rested_s = ended_s + _PAUSE * (ended_s - started_s)
         for request, route in routed:
             self._send(request, route, started_s, (ended_s - started_s) / len(routed))
-        if self._held:
-            self._look_at(started_s + HEARTBEAT_S)
 
     def _routes(self, fleet: Fleet) -> list[tuple[Request, Route | None]]:
         """What the policy sends now, and what has waited too long."""
@@ -183,6 +189,8 @@ class LateBinder:
         self._policy.withdraw(request.request_id)
         if held is None or held.bound.done():
             return
+        # First of all: nothing below may keep the request waiting.
+        held.bound.set_result(route)
         if route is not None:
             waited_s = now_s - request.arrival_ms / 1e3
             slo_s = self._policy.settings.ttft_slo_ms / 1e3
@@ -190,7 +198,6 @@ class LateBinder:
             metrics.decided(route, took_s)
             metrics.waited("in_time" if waited_s <= slo_s else "late", waited_s)
             self._note(request, route, now_s)
-        held.bound.set_result(route)
 
     def _note(self, request: Request, route: Route, now_s: float) -> None:
         """Count the dispatch at once: the next look may come before it is out."""

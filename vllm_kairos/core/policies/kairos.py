@@ -92,6 +92,24 @@ class Kairos(Policy):
         ):
             if value not in known:
                 raise ValueError(f"{option} is {value!r}, expected one of {known}")
+        for option, number, least in (
+            ("lead_ms", lead_ms, 0.0),
+            ("oldest_slos", oldest_slos, 0.1),
+        ):
+            if not (
+                isinstance(number, (int, float)) and least <= number < float("inf")
+            ):
+                raise ValueError(
+                    f"{option} is {number!r}, expected a number >= {least:g}"
+                )
+        for option, flag in (
+            ("several", several),
+            ("transfer", transfer),
+            ("feedback", feedback),
+            ("ledger", ledger),
+        ):
+            if not isinstance(flag, bool):
+                raise ValueError(f"{option} is {flag!r}, expected true or false")
         self.late = dispatch == "late"
         self.chunks = chunks
         self.order = order
