@@ -81,6 +81,8 @@ class EngineSpec:
                 "kv_connector": "NixlConnector",
                 "kv_role": self.role,
                 "kv_buffer_device": "cpu",
+                # A prefill node that dies takes KV with it: compute it again.
+                "kv_load_failure_policy": "recompute",
             }
             words += ["--kv-transfer-config", json.dumps(transfer)]
         if self.scheduler is not None:

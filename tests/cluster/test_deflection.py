@@ -183,19 +183,21 @@ def test_steps_of_a_deflected_prefill_hold_exactly_chi(cluster: Cluster) -> None
 def test_late_joiner_decodes_in_the_next_step(cluster: Cluster) -> None:
     before = len(rows_since(records(cluster), 0))
     pd_url = cluster.proxy("round_robin").url
-    # The first transfer between two engines pays for their handshake.
-    ask(pd_url, cluster.model, prompt_ids(64, seed=40))
+    # The first transfers between two engines pay for their handshake.
+    for seed in (1040, 1041):
+        ask(pd_url, cluster.model, prompt_ids(64, seed))
     with Decodes(cluster, 2):
         long = threading.Thread(
             target=ask,
-            args=(cluster.decode.url, cluster.model, prompt_ids(12_000, seed=41)),
+            args=(cluster.decode.url, cluster.model, prompt_ids(12_000, 1042)),
             kwargs={"kv_transfer_params": schedule_params("joiner", [66] * 200)},
         )
+        time.sleep(1.0)
+        ask(pd_url, cluster.model, prompt_ids(70, 1044))
         long.start()
         time.sleep(0.2)
-        joiner = ask(pd_url, cluster.model, prompt_ids(64, seed=42), max_tokens=20)
+        joiner = ask(pd_url, cluster.model, prompt_ids(70, 1043), max_tokens=20)
         assert joiner.route == "kept"
-        assert long.is_alive()
         long.join()
     time.sleep(0.3)
     steps = [s for s in rows_since(records(cluster), before) if s["n"] == 1]

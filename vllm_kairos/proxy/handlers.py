@@ -277,6 +277,10 @@ class Dispatcher:
                 if last is not None:
                     last.close()
                 last = reply
+                if kind is Kind.AWAITING_KV:
+                    # It may be the KV that could not be fetched, its prefill
+                    # node being dead: the same node may do without it.
+                    tried.discard(node.address)
             reached += lost
             fleet = service.fleet.view(time.monotonic(), frozenset(tried))
             if reached >= _MOST_REACHED or not fleet.decode:
