@@ -277,12 +277,12 @@ class Dispatcher:
                 if last is not None:
                     last.close()
                 last = reply
-                if kind is Kind.AWAITING_KV:
-                    # It may be the KV that could not be fetched, its prefill
-                    # node being dead: the same node may do without it.
-                    tried.discard(node.address)
             reached += lost
             fleet = service.fleet.view(time.monotonic(), frozenset(tried))
+            if last is not None and kind is Kind.AWAITING_KV and not fleet.decode:
+                # It may be the KV that could not be fetched, its prefill node
+                # being dead: the only decode node may do without it.
+                fleet = service.fleet.view(time.monotonic())
             if reached >= _MOST_REACHED or not fleet.decode:
                 if last is not None:
                     return last
