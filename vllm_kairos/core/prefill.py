@@ -9,7 +9,7 @@ packs the queue into steps as vLLM's scheduler does.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from vllm_kairos.core.fleet import NodeState, PrefillWork
 from vllm_kairos.core.step_model import StepModel
@@ -210,6 +210,58 @@ def ttft_prefill_ms(
     if node.link is not None:
         wait += node.link.transfer_ms(prompt_tokens, node.link_backlog_bytes)
     return wait + decode_step_ms
+
+
+def reported_work_ms(
+    model: StepModel | None,
+    prefills: Sequence[PrefillWork],
+    budget_tokens: int,
+    decodes: int,
+    deflected: bool,
+) -> float:
+    """Least time a node was busy after the step in flight when it reported.
+
+    Args:
+        model: The node's step model, if it has one.
+        prefills: Ordinary prefills of the report.
+        budget_tokens: ``chi_p``.
+        decodes: ``B`` of the report.
+        deflected: Whether it shows deflected prefills.
+
+    Returns:
+        The drain of its ordinary prefills; infinite where their end is not
+        known from them alone, beside decodes or deflected prefills.
+    """
+    if deflected:
+        return math.inf
+    if not prefills:
+        return 0.0
+    if model is None or decodes > 0:
+        return math.inf
+    return PrefillQueue(model, prefills, budget_tokens).drain_ms
+
+
+def worked_off_ms(
+    since_ms: float, reported_ms: float, sent_ago_ms: float | None
+) -> float:
+    """Work done since the step that was in flight at the report.
+
+    A node that had nothing to prefill has worked only since it was sent
+    something: time it stood idle is not to be taken off what it was sent then.
+
+    Args:
+        since_ms: Time since that step's end.
+        reported_ms: `reported_work_ms` of the report.
+        sent_ago_ms: How long ago it was first sent a prefill that the report
+            does not show; `None` where there is none.
+    """
+    if since_ms <= 0.0:
+        return 0.0
+    if since_ms <= reported_ms:
+        return since_ms
+    if sent_ago_ms is None:
+        return reported_ms
+    return reported_ms + max(0.0, min(since_ms - reported_ms, sent_ago_ms))
 
 
 def marginal_prefill_ms(

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from vllm_kairos.core.fleet import Fleet, NodeState, PrefillWork
 from vllm_kairos.core.link import LinkModel
 from vllm_kairos.core.messages import StateReport
-from vllm_kairos.core.prefill import PrefillQueue
+from vllm_kairos.core.prefill import reported_work_ms, worked_off_ms
 from vllm_kairos.core.profile import Profile
 from vllm_kairos.core.step_model import StepModel
 from vllm_kairos.proxy.flags import ProxySettings
@@ -120,29 +120,12 @@ class Node:
         if report is not None:
             left_ms = report.step_remaining_ms - 1e3 * age_s
             state.step_in_flight_ms = left_ms if left_ms > 0.0 else 0.0
-            state.worked_off_ms = self._worked_off_ms(now_s, -left_ms)
+            sent_s = self._sent_s
+            ago_ms = None if sent_s is None else 1e3 * (now_s - sent_s)
+            state.worked_off_ms = worked_off_ms(-left_ms, self._reported_ms, ago_ms)
         if self.link_ledger is not None:
             state.link_backlog_bytes = self.link_ledger.backlog_bytes(now_s)
         return state
-
-    def _worked_off_ms(self, now_s: float, since_ms: float) -> float:
-        """Work done since the step that was in flight when the report came.
-
-        A node that had nothing to prefill has worked only since it was sent
-        something.
-
-        Args:
-            now_s: Monotonic clock.
-            since_ms: Time since that step's end.
-        """
-        if since_ms <= 0.0:
-            return 0.0
-        worked = min(since_ms, self._reported_ms)
-        idle_ms = since_ms - worked
-        if idle_ms > 0.0 and self._sent_s is not None:
-            sent_ms = 1e3 * (now_s - self._sent_s)
-            worked += max(0.0, min(idle_ms, sent_ms))
-        return worked
 
     def _read(self, report: StateReport) -> None:
         """Keep what a report says, in the terms of a state."""
@@ -153,14 +136,13 @@ class Node:
         ]
         if report.more_prefill_tokens > 0:
             self._prefills.append(PrefillWork(report.more_prefill_tokens))
-        self._reported_ms = 0.0
-        if any(d.tokens > 0 for d in report.deflected):
-            self._reported_ms = float("inf")
-        elif self._prefills:
-            self._reported_ms = float("inf")
-            if self._model is not None and report.decodes <= 0:
-                queue = PrefillQueue(self._model, self._prefills, report.budget_tokens)
-                self._reported_ms = queue.drain_ms
+        self._reported_ms = reported_work_ms(
+            self._model,
+            self._prefills,
+            report.budget_tokens,
+            report.decodes,
+            any(d.tokens > 0 for d in report.deflected),
+        )
 
     def _build(self) -> NodeState:
         state = NodeState(self.address, model=self._model, link=self._link)

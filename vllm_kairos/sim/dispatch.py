@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from vllm_kairos.core.fleet import Fleet, NodeState, PrefillWork, Request
 from vllm_kairos.core.policies.base import Policy
+from vllm_kairos.core.prefill import reported_work_ms, worked_off_ms
 from vllm_kairos.core.route import Route
 from vllm_kairos.sim.engine_request import EngineRequest, Leg, UserRequest
 from vllm_kairos.sim.reports import state_of
@@ -78,6 +79,8 @@ class Dispatcher(abc.ABC):
         self._requests: dict[int, Request] = {}
         self._show = _SHOW[policy.sees]
         self._nameless: Fleet | None = None
+        #: By node: the report last shown, and what was shown of it.
+        self._shown: dict[str, tuple[NodeState, NodeState]] = {}
 
     # ----------------------------------------------------------------- hooks
 
@@ -98,6 +101,7 @@ class Dispatcher(abc.ABC):
         """A request gives its first token."""
         assert user.route is not None
         self.ledger.first_token(user, user.route)
+        self._shown.pop(user.route.decode, None)
 
     def finished(self, user: UserRequest) -> None:
         """A request has given its last token."""
@@ -111,6 +115,7 @@ class Dispatcher(abc.ABC):
         """Dispatch a request and note it in the ledger."""
         if not route.rejected:
             self.ledger.note(self.cluster.now_ms, user, route)
+            self._shown.pop(route.decode, None)
         self.cluster.dispatch(user, route)
 
     def request_of(self, user: UserRequest) -> Request:
@@ -155,42 +160,62 @@ class Dispatcher(abc.ABC):
         return fleet
 
     def _reported(self, node: SimNode, now_ms: float) -> NodeState:
-        """The last report; a node with a deflected request in flight says so."""
+        """The last report; a node with a deflected request in flight says so.
+
+        Between heartbeats most nodes of a large fleet look the same to many
+        requests: what was shown is kept until the report or the ledger changes.
+        """
         state = node.reports.last(now_ms)
+        kept = self._shown.get(node.name)
+        if kept is not None and kept[0] is state:
+            return kept[1]
         flying = self.ledger.deflected.get(node.name)
-        if not flying and not state.deflected:
-            return state
-        return replace(state, deflected=list(flying.values()) if flying else [])
+        shown = state
+        if flying or state.deflected:
+            shown = replace(state, deflected=list(flying.values()) if flying else [])
+        self._shown[node.name] = state, shown
+        return shown
 
     def _counted(self, node: SimNode, now_ms: float) -> NodeState:
         """The last report and what was sent since."""
         ledger = self.ledger
         state = node.reports.last(now_ms)
         beat = node.reports.beat_ms
-        since = now_ms - beat
+        left_ms = state.step_in_flight_ms - (now_ms - beat)
         copy = replace(
             state,
-            step_in_flight_ms=max(0.0, state.step_in_flight_ms - since),
-            worked_off_ms=max(0.0, since - state.step_in_flight_ms),
+            step_in_flight_ms=max(0.0, left_ms),
             link_backlog_bytes=self.cluster.links.backlog_bytes(now_ms, node.name),
         )
         expected = ledger.expected.get(node.name)
         if expected:
             copy.expected = len(expected)
             copy.expected_kv_tokens = sum(expected.values())
+        sent_ms: float | None = None
         sent = ledger.sent.get(node.name)
-        if not sent:
-            return copy
-        fresh = [entry for entry in sent if entry[0] >= beat]
-        ledger.sent[node.name] = fresh
-        for _, kind, tokens in fresh:
-            if kind == "awaiting":
-                copy.awaiting_kv += 1
-                copy.awaiting_kv_tokens += tokens
-            elif kind == "prefill":
-                copy.prefills = [*copy.prefills, PrefillWork(tokens)]
-            else:
-                copy.deflected = [*copy.deflected, PrefillWork(tokens)]
+        if sent:
+            sent = ledger.sent[node.name] = [e for e in sent if e[0] >= beat]
+            for at_ms, kind, tokens in sent:
+                if kind == "awaiting":
+                    copy.awaiting_kv += 1
+                    copy.awaiting_kv_tokens += tokens
+                    continue
+                if sent_ms is None:
+                    sent_ms = at_ms
+                if kind == "prefill":
+                    copy.prefills = [*copy.prefills, PrefillWork(tokens)]
+                else:
+                    copy.deflected = [*copy.deflected, PrefillWork(tokens)]
+        if left_ms < 0.0:
+            ago_ms = None if sent_ms is None else now_ms - sent_ms
+            reported_ms = reported_work_ms(
+                state.model,
+                state.prefills,
+                state.budget_tokens,
+                state.decodes,
+                bool(state.deflected),
+            )
+            copy.worked_off_ms = worked_off_ms(-left_ms, reported_ms, ago_ms)
         return copy
 
     def _true(self, node: SimNode, now_ms: float) -> NodeState:
