@@ -128,6 +128,17 @@ class Body:
         most = self.output_tokens
         return most is not None and most <= 1
 
+    @property
+    def placeable(self) -> bool:
+        """Whether a policy may place it: P/D carries it, or it is one prefill.
+
+        One prefill and no more runs on either kind of node, in chunks as
+        well, also where the answer tells of the prompt.
+        """
+        reason = self.unsplittable()
+        told = reason in ("prompt_logprobs", "echo")
+        return reason is None or (told and self.prefill_only)
+
     def unsplittable(self) -> str | None:
         """Why P/D cannot carry this request, `None` where it can.
 
@@ -148,10 +159,6 @@ class Body:
                 return name
         if get("use_beam_search"):
             return "use_beam_search"
-        if get("prompt_logprobs") is not None:
-            return "prompt_logprobs"
-        if get("echo"):
-            return "echo"
         if self.path == COMPLETIONS:
             if get("prompt_embeds") is not None:
                 return "prompt_embeds"
@@ -171,6 +178,11 @@ class Body:
         least, most = get("min_tokens"), self.output_tokens
         if least is not None and most is not None and least > most:
             return "min_tokens"
+        # Last of all: where one of these is the reason, there is no other.
+        if get("prompt_logprobs") is not None:
+            return "prompt_logprobs"
+        if get("echo"):
+            return "echo"
         return None
 
 

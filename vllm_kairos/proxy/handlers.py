@@ -83,7 +83,7 @@ class Dispatcher:
         if not fleet.prefill:
             self._service.metrics.fallback("no_prefill_node")
             return await self._alone(job, "fallback", self._decode_node(job, fleet))
-        if job.body.unsplittable() is not None or self._too_long(job):
+        if not job.body.placeable or self._too_long(job):
             if job.body.prefill_only:
                 state = self._prefill_node(job, fleet)
                 return await self._prefill_only(job, self._service.fleet[state.node])
