@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import time
 from pathlib import Path
 from typing import Any
@@ -140,6 +141,30 @@ async def test_a_tokenizer_that_cannot_be_loaded_leaves_an_estimate(
     length = await counter.count(completion(prompt="x" * 400))
     assert (length.tokens, length.exact) == (100, False)
     counter.stop()
+
+
+async def test_a_name_the_hub_does_not_give_is_told_in_one_line_without_retries(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    pytest.importorskip("transformers")
+    import huggingface_hub
+
+    def model_info(name: str, **_: object) -> None:
+        asked.append(name)
+        logging.getLogger("huggingface_hub.utils._http").warning("Retrying in 1s")
+        raise ConnectionError("x" * 1000)
+
+    asked: list[str] = []
+    monkeypatch.setattr(huggingface_hub, "model_info", model_info)
+    counter = PromptCounter("nobody/has-this", ProxyMetrics())
+    await asyncio.to_thread(counter._load, "nobody/has-this")
+    assert asked == ["nobody/has-this"] and not counter.ready
+    (record,) = caplog.records
+    told = record.getMessage()
+    assert "nobody/has-this" in told and "ConnectionError" in told and len(told) < 250
+    assert "Retrying" not in capfd.readouterr().err
 
 
 async def test_a_slow_tokenizer_is_not_waited_for_and_still_calibrates() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import inspect
 import os
 import re
 import shutil
@@ -21,6 +22,7 @@ import pytest
 from tests.proxy.stubs import MODEL, StubEngine, profile, report
 from vllm_kairos import cli, patching
 from vllm_kairos.core.messages import parse_schedule
+from vllm_kairos.core.policies import policies
 from vllm_kairos.files import UserError, save_profile
 from vllm_kairos.proxy.flags import (
     add_arguments,
@@ -227,6 +229,10 @@ BAD = {
     "chunks": (["--decode", "h:1", "--chunk-candidates", "0"], "--chunk-candidates"),
     "age": (["--decode", "h:1", "--state-max-age-ms", "0"], "--state-max-age-ms"),
     "policy": (["--decode", "h:1", "--scheduling-policy", "x"], "'x'"),
+    "policy, all known": (
+        ["--decode", "h:1", "--scheduling-policy", "foo"],
+        "ppd, round_robin, sarathi",
+    ),
     "option": (["--decode", "h:1", "--policy-option", "x"], "--policy-option"),
     "unknown option": (["--decode", "h:1", "--policy-option", "x=1"], "'x'"),
     "option value": (
@@ -253,6 +259,29 @@ def test_bad_flags_are_told_in_one_line_with_exit_code_2(
     assert told in err
 
 
+#: Numbers and switches of every policy, each with a value that is none.
+BAD_OPTIONS = [
+    (name, option)
+    for name, known in sorted(policies().items())
+    for option, parameter in list(inspect.signature(known.__init__).parameters.items())[
+        2:
+    ]
+    if parameter.annotation in ("int", "float", "bool")
+]
+
+
+@pytest.mark.parametrize(("policy", "option"), BAD_OPTIONS)
+def test_an_option_of_any_policy_that_is_no_number_is_told_in_one_line(
+    policy: str, option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    proxy = ["proxy", "--model", "m", "--prefill", "p:1", "--decode", "d:1"]
+    proxy += ["--scheduling-policy", policy, "--policy-option", f"{option}=abc"]
+    for words in (proxy, ["simulate", "--policy", f"{policy}:{option}=abc"]):
+        assert cli.main(words) == 2
+        err = capsys.readouterr().err
+        assert err.count("\n") == 1 and f"{option} is 'abc'" in err
+
+
 def test_a_profile_of_another_model_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -273,8 +302,8 @@ def test_a_port_in_use_is_told_in_one_line_with_exit_code_2(
         words = ["proxy", "-m", "m", "-p", "127.0.0.1:1", "-d", "127.0.0.1:2"]
         assert cli.main([*words, "--port", port]) == 2
     err = capsys.readouterr().err.splitlines()
-    assert [line for line in err if "error:" in line] == err[-1:]
-    assert port in err[-1]
+    # Not a word of the nodes, which do not answer either.
+    assert len(err) == 1 and "error:" in err[0] and port in err[0]
 
 
 async def test_a_node_that_serves_another_model_is_refused(

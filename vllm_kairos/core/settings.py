@@ -10,6 +10,10 @@ from dataclasses import dataclass, fields, replace
 PAPER_CANDIDATES = (2048, 1024, 512, 256, 128)
 
 
+def _number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
 @dataclass(frozen=True, slots=True)
 class Settings:
     """SLOs and margins of the deflection decision.
@@ -36,9 +40,9 @@ class Settings:
     def __post_init__(self) -> None:
         for name in ("tau_ms", "ttft_slo_ms", "alpha"):
             value = getattr(self, name)
-            if not (math.isfinite(value) and value > 0):
+            if not (_number(value) and math.isfinite(value) and value > 0):
                 raise ValueError(f"{name} is {value!r}, expected a number > 0")
-        if not 0 < self.beta <= 1:
+        if not (_number(self.beta) and 0 < self.beta <= 1):
             raise ValueError(f"beta is {self.beta!r}, expected 0 < beta <= 1")
         if not self.candidates or any(c < 1 for c in self.candidates):
             raise ValueError(

@@ -43,9 +43,9 @@ def run(args: argparse.Namespace) -> int:
     """
     logging.basicConfig(level=logging.INFO)
     settings = settings_from_args(args)
-    check_models(settings)
-    listener = listen(args.host, args.port)
-    with listener:
+    # The port before the nodes: who cannot start has no use for their warnings.
+    with listen(args.host, args.port) as listener:
+        check_models(settings)
         host, port = listener.getsockname()[:2]
         logger.info("Proxy at http://%s:%d, policy %s", host, port, settings.policy)
         config = uvicorn.Config(

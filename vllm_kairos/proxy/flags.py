@@ -207,6 +207,11 @@ def settings_from_args(args: argparse.Namespace) -> ProxySettings:
             raise UserError(f"{flag} is {value}, expected a number > 0")
     nodes = list(dict.fromkeys([*args.prefill, *args.decode]))
     name = args.scheduling_policy
+    names = sorted({ROUND_ROBIN, *policies()})
+    if name not in names:
+        raise UserError(
+            f"--scheduling-policy is {name!r}, expected one of {', '.join(names)}"
+        )
     options = _policy_options(args.policy_option)
     if args.dispatch is not None:
         if options.setdefault("dispatch", args.dispatch) != args.dispatch:

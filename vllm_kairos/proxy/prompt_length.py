@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
-from collections.abc import Mapping
+import os
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +24,8 @@ _CHARS_PER_TOKEN = 4.0
 _MESSAGE_CHARS = 24
 #: Weight of the past in the running ratio.
 _MEMORY = 0.95
+#: Longest wait for the hub to say that it has a tokenizer.
+_HUB_TIMEOUT_S = 10.0
 #: An exact count is not waited for behind this many others.
 _MOST_WAITING = 32
 
@@ -84,14 +88,28 @@ class PromptCounter:
             # Seconds of import that `--tokenizer none` need not pay.
             from transformers import AutoTokenizer
 
-            self._tokenizer = AutoTokenizer.from_pretrained(name)
+            with _quiet("huggingface_hub", "transformers"):
+                try:
+                    # What is on this machine needs no network, and no wait
+                    # for one that is not there.
+                    loaded = AutoTokenizer.from_pretrained(name, local_files_only=True)
+                except Exception:
+                    if os.path.exists(name):
+                        raise
+                    # Asked once: loading itself asks many times over.
+                    from huggingface_hub import model_info
+
+                    model_info(name, timeout=_HUB_TIMEOUT_S)
+                    loaded = AutoTokenizer.from_pretrained(name)
+            self._tokenizer = loaded
         except Exception as error:
             # Anything from a missing file to a broken install: routing goes
             # on by estimates either way.
             logger.warning(
-                "Tokenizer %s cannot be loaded (%s); prompt lengths are estimated",
+                "Tokenizer %s cannot be loaded (%s); prompt lengths are estimated "
+                "(--tokenizer names another)",
                 name,
-                str(error).partition("\n")[0] or type(error).__name__,
+                _why(name, error),
             )
 
     def estimate(self, body: Body) -> Length:
@@ -153,6 +171,30 @@ class PromptCounter:
         tokens = sum(future.result())
         if chars and tokens and all(isinstance(part, str) for part in parts):
             self._learn(chars, tokens)
+
+
+def _why(name: str, error: Exception) -> str:
+    """What kept a tokenizer from being loaded, short."""
+    text = str(error).partition("\n")[0] or type(error).__name__
+    if os.path.exists(name):
+        return text
+    # The hub's own words hold the whole chain of causes.
+    kind = type(error).__name__
+    return f"no such folder, not in the local cache, and the hub gives {kind}"
+
+
+@contextlib.contextmanager
+def _quiet(*names: str) -> Iterator[None]:
+    """Loggers that retry aloud say nothing; one line tells how it ended."""
+    loggers = [logging.getLogger(name) for name in names]
+    levels = [each.level for each in loggers]
+    for each in loggers:
+        each.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        for each, level in zip(loggers, levels, strict=True):
+            each.setLevel(level)
 
 
 def _length(counts: list[int], exact: bool) -> Length:

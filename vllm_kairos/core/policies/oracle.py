@@ -33,7 +33,7 @@ class Oracle(Policy):
     sees = "truth"
 
     def __init__(self, settings: Settings, margin: float = 1.0, transfer: bool = False):
-        super().__init__(settings.with_options(alpha=float(margin)))
+        super().__init__(settings.with_options(alpha=margin))
         self.transfer = transfer
         self._prefill = RoundRobin()
         self._decode = RoundRobin()
