@@ -9,7 +9,8 @@
 
 The file is in the form of vLLM's Buildkite pipelines. Of their keys these are
 known: label, timeout_in_minutes, source_file_dependencies, commands, optional,
-device and num_devices. The commands of a step share one shell and run in the
+device and num_devices; of our own, if_set names an environment variable without
+which a step is skipped. The commands of a step share one shell and run in the
 root of the checkout, with this interpreter's commands first on PATH.
 
 A step passes if every command succeeds, if every pytest among them passed at
@@ -51,6 +52,7 @@ _STEP_KEYS = {
     "optional": bool,
     "device": str,
     "num_devices": int,
+    "if_set": str,
 }
 #: What tools print of how many files they looked at.
 _FILES = (
@@ -75,6 +77,7 @@ class Step:
         sources: Path prefixes that concern it; empty for every change.
         optional: Runs only when named.
         devices: GPUs it needs.
+        if_set: Environment variable it needs, empty for none.
     """
 
     label: str
@@ -83,6 +86,15 @@ class Step:
     sources: tuple[str, ...] = ()
     optional: bool = False
     devices: int = 0
+    if_set: str = ""
+
+    def lacks(self, devices: int) -> str:
+        """What it needs and this machine has not, empty for nothing."""
+        if self.devices > devices:
+            return f"needs {self.devices} GPU(s), this machine has {devices}"
+        if self.if_set and not os.environ.get(self.if_set):
+            return f"{self.if_set} is not set"
+        return ""
 
     def touched_by(self, paths: Iterable[str]) -> bool:
         """Whether a change to these paths concerns it."""
@@ -212,6 +224,7 @@ def _step(path: Path, number: int, item: Any) -> Step:
         tuple(map(str, item.get("source_file_dependencies") or ())),
         item.get("optional", False),
         item.get("num_devices", 1) if gpu else 0,
+        item.get("if_set", ""),
     )
 
 
@@ -419,12 +432,11 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def run(steps: Sequence[Step], devices: int) -> list[Outcome]:
-    """Run steps in turn, those that lack a GPU excepted."""
+    """Run steps in turn, those excepted whose needs are not met."""
     outcomes = []
     for number, step in enumerate(steps, 1):
         print(f"\n+++ [{number}/{len(steps)}] {step.label}", flush=True)
-        if step.devices > devices:
-            word = f"needs {step.devices} GPU(s), this machine has {devices}"
+        if word := step.lacks(devices):
             print(f"skipped: {word}", flush=True)
             outcomes.append(Outcome(step, "skipped", word))
             continue

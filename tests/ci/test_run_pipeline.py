@@ -19,6 +19,8 @@ from run_pipeline import CHECKOUT, Pipeline, Step
 #: As ruff says it: one check.
 CHECKED = "3 files already formatted"
 GOOD = "def test_one():\n    pass\ndef test_two():\n    pass\n"
+#: With tests shared out among processes.
+WORKERS = " -p xdist.plugin -n 2"
 
 
 @pytest.fixture
@@ -54,7 +56,12 @@ def run(text: str, folder: Path, *words: str) -> tuple[int, list[str], str]:
         capture_output=True,
         text=True,
         timeout=120,
-        env={**os.environ, "PYTHONPATH": str(CHECKOUT)},
+        # Of the plugins only those named on a command line: a quick start.
+        env={
+            **os.environ,
+            "PYTHONPATH": str(CHECKOUT),
+            "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+        },
     )
     return done.returncode, done.stdout.splitlines(), done.stderr
 
@@ -64,8 +71,11 @@ def pytest_of(folder: Path, text: str, name: str = "test_it.py") -> str:
     return f"{sys.executable} -m pytest -q -p no:cacheprovider {folder / name}"
 
 
-def test_tests_are_counted_and_the_last_line_says_so(tmp_path: Path) -> None:
-    command = pytest_of(tmp_path, GOOD)
+@pytest.mark.parametrize("workers", ["", WORKERS])
+def test_tests_are_counted_and_the_last_line_says_so(
+    tmp_path: Path, workers: str
+) -> None:
+    command = pytest_of(tmp_path, GOOD) + workers
     code, lines, _ = run(
         f"steps:\n- label: A\n  commands:\n  - {command}\n  - {command}\n", tmp_path
     )
@@ -83,8 +93,11 @@ def test_tests_are_counted_and_the_last_line_says_so(tmp_path: Path) -> None:
         "import pytest\n@pytest.mark.xfail\ndef test_it():\n    assert 0\n",
     ],
 )
-def test_a_step_whose_tests_all_stay_away_fails(tmp_path: Path, body: str) -> None:
-    command = pytest_of(tmp_path, body)
+@pytest.mark.parametrize("workers", ["", WORKERS])
+def test_a_step_whose_tests_all_stay_away_fails(
+    tmp_path: Path, body: str, workers: str
+) -> None:
+    command = pytest_of(tmp_path, body) + workers
     other = pytest_of(tmp_path, GOOD, "test_good.py")
     code, lines, _ = run(
         f"steps:\n- label: A\n  commands:\n  - {other}\n  - {command} || true\n",
@@ -93,6 +106,16 @@ def test_a_step_whose_tests_all_stay_away_fails(tmp_path: Path, body: str) -> No
     assert code == 1
     assert lines[-1] == "2 passed, 1 failed"
     assert any("no test passed" in line for line in lines)
+
+
+def test_a_worker_that_dies_fails_the_step(tmp_path: Path) -> None:
+    body = GOOD + "def test_dies():\n    import os\n    os._exit(0)\n"
+    command = pytest_of(tmp_path, body) + WORKERS
+    code, lines, _ = run(
+        f"steps:\n- label: A\n  commands:\n  - {command} || true\n", tmp_path
+    )
+    assert code == 1
+    assert lines[-1] == "2 passed, 1 failed"
 
 
 def test_a_step_that_checks_nothing_fails(tmp_path: Path) -> None:
@@ -200,6 +223,17 @@ def test_steps_for_a_gpu_are_skipped_with_a_word(
     assert "needs 2 GPU(s), this machine has 1" in capsys.readouterr().out
     assert run_pipeline.summarize(outcomes) == 0
     assert run_pipeline.summarize(outcomes[:1]) == 1, "nothing ran at all"
+
+
+def test_a_step_for_what_is_named_by_a_variable_is_skipped_without_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (step,) = (s for s in run_pipeline.load(run_pipeline.PIPELINE).steps if s.if_set)
+    monkeypatch.delenv(step.if_set, raising=False)
+    assert step.lacks(devices=2) == "KAIROS_DEEPSEEK_V2_LITE is not set"
+    monkeypatch.setenv(step.if_set, "/models/v2-lite")
+    assert step.lacks(devices=2) == ""
+    assert "needs 2 GPU(s)" in step.lacks(devices=1)
 
 
 def test_a_change_runs_the_steps_it_touches_and_those_for_every_change() -> None:
