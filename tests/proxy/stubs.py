@@ -83,6 +83,7 @@ class StubEngine:
         cancelled: Requests whose client went away before the answer ended.
         chunks: What a streamed answer consists of.
         state: Report published every 20 ms, `None` for silence.
+        deaf: ``/health`` is not answered.
     """
 
     def __init__(self) -> None:
@@ -105,6 +106,7 @@ class StubEngine:
         self._transports: set[Any] = set()
         self._beat: asyncio.Task[None] | None = None
         self.state_address = ""
+        self.deaf = False
 
     @property
     def address(self) -> str:
@@ -165,6 +167,8 @@ class StubEngine:
         )
 
     async def _health(self, _: web.Request) -> web.Response:
+        if self.deaf:
+            await asyncio.sleep(600)
         return web.Response()
 
     async def _handle(self, request: web.Request) -> web.StreamResponse:

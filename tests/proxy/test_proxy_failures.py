@@ -401,3 +401,141 @@ async def test_a_policy_that_fails_costs_no_request(
     assert (await post(c, client))[::2] == (200, "kept")
     async with client.get(f"{c.url}/metrics") as answer:
         assert 'decisions_total{reason="policy_error"} 1.0' in await answer.text()
+
+
+QUICK = {"node_timeout_s": 0.3, "answer_timeout_s": 1.0}
+
+
+async def test_a_decode_node_silent_before_its_first_byte_is_replaced(
+    cluster: MakeCluster, client: aiohttp.ClientSession
+) -> None:
+    c = cluster(decode=2, with_profile=True, with_state=True, **QUICK)
+    await c.reports_arrived()
+
+    async def stopped(request: web.Request, body: Any) -> web.StreamResponse:
+        c.decode[0].state = None
+        return await hang(request, body)
+
+    c.decode[0].behaviour = stopped
+    status, _, route = await asyncio.wait_for(post(c, client, STREAM), 5)
+    assert (status, route) == (200, "fallback")
+    (second,) = c.decode[1].bodies()
+    assert not holds_a_handle(second)
+    # Its server answers /health all the while; only a report brings it back.
+    node = c.proxy.kairos.service.fleet[c.decode[0].address]
+    await asyncio.sleep(0.5)
+    assert not node.up and c.decode[0].cancelled == 1
+    c.decode[0].state = report(incarnation="two", time_s=2e12)
+    await until(lambda: node.up)
+
+
+async def test_the_only_decode_node_silent_is_a_504_in_openai_form(
+    cluster: MakeCluster, client: aiohttp.ClientSession
+) -> None:
+    c = cluster(with_state=True, **QUICK)
+    await c.reports_arrived()
+
+    async def stopped(request: web.Request, body: Any) -> web.StreamResponse:
+        c.decode[0].state = None
+        return await hang(request, body)
+
+    c.decode[0].behaviour = stopped
+    status, raw, _ = await asyncio.wait_for(post(c, client), 5)
+    assert status == 504
+    told = json.loads(raw)["error"]
+    assert told["code"] == 504 and told["type"] == "Gateway Timeout"
+    assert c.decode[0].address in told["message"]
+
+
+@pytest.mark.parametrize("leg", ["prefill", "decode"])
+@pytest.mark.parametrize("body", [PROMPT, STREAM], ids=["whole", "stream"])
+async def test_slow_is_not_dead(
+    cluster: MakeCluster, client: aiohttp.ClientSession, leg: str, body: Any
+) -> None:
+    c = cluster(with_state=True, **QUICK)
+    await c.reports_arrived()
+    stub = (c.prefill if leg == "prefill" else c.decode)[0]
+
+    async def slow(request: web.Request, body: Any) -> web.StreamResponse:
+        await asyncio.sleep(1.5)  # Five time-outs, reporting all the while.
+        return await stub.answer(request, body)
+
+    stub.behaviour = slow
+    assert (await post(c, client, body))[::2] == (200, "kept")
+
+
+async def test_a_silent_prefill_node_leaves_the_request_to_a_decode_node(
+    cluster: MakeCluster, client: aiohttp.ClientSession
+) -> None:
+    c = cluster(with_state=True, **QUICK)
+    await c.reports_arrived()
+
+    async def stopped(request: web.Request, body: Any) -> web.StreamResponse:
+        c.prefill[0].state = None
+        return await hang(request, body)
+
+    c.prefill[0].behaviour = stopped
+    assert (await asyncio.wait_for(post(c, client), 5))[::2] == (200, "fallback")
+
+
+@pytest.mark.parametrize("how", ["no report", "no answer to /health"])
+async def test_a_stream_of_a_node_that_falls_silent_ends_broken(
+    cluster: MakeCluster, client: aiohttp.ClientSession, how: str
+) -> None:
+    c = cluster(with_state=how == "no report", **QUICK)
+    await c.reports_arrived()
+
+    async def half(request: web.Request, _: dict[str, Any]) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        await response.write(b"data: one\n\n")
+        c.decode[0].state = None
+        c.decode[0].deaf = True
+        await asyncio.sleep(600)
+        return response
+
+    c.decode[0].behaviour = half
+    got = b""
+    with pytest.raises(aiohttp.ClientPayloadError):
+        async with client.post(f"{c.url}/v1/completions", json=STREAM) as answer:
+            async with asyncio.timeout(5):
+                async for data in answer.content.iter_any():
+                    got += data
+    assert got == b"data: one\n\n"
+    assert c.decode[0].cancelled == 1
+
+
+async def test_without_reports_a_node_has_a_time_limit_though_it_answers_health(
+    cluster: MakeCluster, client: aiohttp.ClientSession
+) -> None:
+    c = cluster(decode=2, **QUICK)
+    c.decode[0].behaviour = hang
+    started = asyncio.get_running_loop().time()
+    assert (await asyncio.wait_for(post(c, client), 5))[::2] == (200, "fallback")
+    assert asyncio.get_running_loop().time() - started >= 1.0
+
+
+async def test_a_client_that_reads_slowly_is_no_fault_of_the_node(
+    cluster: MakeCluster,
+) -> None:
+    piece = b"x" * 65536
+
+    async def plenty(request: web.Request, _: dict[str, Any]) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        for _ in range(400):
+            await response.write(piece)
+        return response
+
+    c = cluster(**{**QUICK, "answer_timeout_s": 0.3})
+    c.decode[0].behaviour = plenty
+    body = json.dumps(STREAM).encode()
+    reader, writer = await asyncio.open_connection("127.0.0.1", c.proxy.port)
+    writer.write(
+        b"POST /v1/completions HTTP/1.0\r\nContent-Type: application/json\r\n"
+        b"Content-Length: %d\r\n\r\n%s" % (len(body), body)
+    )
+    await asyncio.sleep(1.2)
+    got = await reader.read()
+    writer.close()
+    assert got.count(b"x") >= 400 * len(piece)

@@ -8,6 +8,7 @@ import logging
 import re
 import time
 import uuid
+from http import HTTPStatus
 from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
@@ -103,10 +104,12 @@ class Exchange(Response):
                     job.label, time.monotonic() - arrived_s, job.predicted_ms
                 )
             route = [(b"x-kairos-route", job.label.encode())]
-            if not await reply.relay(send, route, ended):
-                self._dispatcher.broke_off(reply)
+            broken = await reply.relay(send, route, ended)
+            if broken is not None:
+                self._dispatcher.broke_off(reply, broken)
         except NoNode as error:
-            await self._refuse(send, ended, 502, str(error), "Bad Gateway", job.label)
+            kind = HTTPStatus(error.status).phrase
+            await self._refuse(send, ended, error.status, str(error), kind, job.label)
         finally:
             self._dispatcher.finish(job, reply)
 

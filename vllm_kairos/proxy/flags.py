@@ -124,6 +124,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="Longest a prefill node may take (%(default)s)",
     )
     group.add_argument(
+        "--node-timeout-s",
+        type=float,
+        default=10.0,
+        help="A node that has sent no byte of an answer for so long is dead if it "
+        "sends no state report either, or does not answer /health (%(default)s)",
+    )
+    group.add_argument(
+        "--answer-timeout-s",
+        type=float,
+        default=3600.0,
+        help="Longest wait for a byte of a node without --engine-state (%(default)s)",
+    )
+    group.add_argument(
         "--connect-timeout-s",
         type=float,
         default=5.0,
@@ -159,6 +172,8 @@ class ProxySettings:
         state_max_age_ms: Age from which a report is stale.
         prefill_timeout_s: Longest prefill leg.
         connect_timeout_s: Longest wait for a connection.
+        node_timeout_s: Silence after which a node is dead.
+        answer_timeout_s: Longest wait for a byte of a node without reports.
     """
 
     model: str
@@ -174,6 +189,8 @@ class ProxySettings:
     state_max_age_ms: float = 1000.0
     prefill_timeout_s: float = 600.0
     connect_timeout_s: float = 5.0
+    node_timeout_s: float = 10.0
+    answer_timeout_s: float = 3600.0
 
     def make_policy(self) -> Policy:
         """The routing policy.
@@ -200,7 +217,10 @@ def settings_from_args(args: argparse.Namespace) -> ProxySettings:
             raise UserError(f"{flag} names a node twice: {' '.join(nodes)}")
     if not 0 <= args.port < 65536:
         raise UserError(f"--port is {args.port}, expected 0 to 65535")
-    for name in ("state_max_age_ms", "prefill_timeout_s", "connect_timeout_s"):
+    for name in (
+        *("state_max_age_ms", "prefill_timeout_s", "connect_timeout_s"),
+        *("node_timeout_s", "answer_timeout_s"),
+    ):
         value = getattr(args, name)
         if not 0 < value < float("inf"):
             flag = "--" + name.replace("_", "-")
@@ -236,6 +256,8 @@ def settings_from_args(args: argparse.Namespace) -> ProxySettings:
         state_max_age_ms=args.state_max_age_ms,
         prefill_timeout_s=args.prefill_timeout_s,
         connect_timeout_s=args.connect_timeout_s,
+        node_timeout_s=args.node_timeout_s,
+        answer_timeout_s=args.answer_timeout_s,
     )
     try:
         settings.make_policy()

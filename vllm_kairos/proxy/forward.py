@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
+import time
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
@@ -12,6 +14,7 @@ import aiohttp
 from multidict import CIMultiDict, CIMultiDictProxy
 
 from vllm_kairos.proxy.fleet import Node
+from vllm_kairos.proxy.liveness import Liveness, Wait
 
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 RawHeaders = list[tuple[bytes, bytes]]
@@ -95,9 +98,16 @@ class Reply:
         first: First bytes of the body, empty where the body is.
     """
 
-    __slots__ = ("node", "status", "first", "_response")
+    __slots__ = ("node", "status", "first", "_response", "_liveness")
 
-    def __init__(self, node: Node, response: aiohttp.ClientResponse, first: bytes):
+    def __init__(
+        self,
+        node: Node,
+        response: aiohttp.ClientResponse,
+        first: bytes,
+        liveness: Liveness,
+    ):
+        self._liveness = liveness
         self.node = node
         self.status = response.status
         self.first = first
@@ -117,12 +127,16 @@ class Reply:
         Raises:
             NodeFailure: It broke off.
         """
+        wait = self._liveness.wait(self.node)
         try:
-            return self.first + await self._response.content.read()
+            async with wait:
+                return self.first + await self._response.content.read()
         except (aiohttp.ClientError, OSError, asyncio.TimeoutError) as error:
-            raise NodeFailure(self.node, _reason(error), True) from error
+            raise NodeFailure(self.node, _reason(error, wait), True) from error
 
-    async def relay(self, send: Send, extra: RawHeaders, ended: list[bool]) -> bool:
+    async def relay(
+        self, send: Send, extra: RawHeaders, ended: list[bool]
+    ) -> str | None:
         """Send it on, byte for byte, as the bytes come.
 
         Args:
@@ -132,8 +146,9 @@ class Reply:
                 watches the client does not take the end for a disconnect.
 
         Returns:
-            False where the node broke off. No end is sent then, so the
-            server closes the connection as a broken one.
+            `None`, or how the node failed: ``broken``, ``silent`` or
+            ``timeout``. No end is sent then, so the server closes the
+            connection as a broken one.
         """
         content = self._response.content
         await send(
@@ -144,19 +159,23 @@ class Reply:
             }
         )
         data = self.first
+        wait = self._liveness.wait(self.node)
         try:
-            while data:
-                if content.at_eof():
-                    break
-                await send(
-                    {"type": "http.response.body", "body": data, "more_body": True}
-                )
-                data = await content.readany()
-        except (aiohttp.ClientError, OSError, asyncio.TimeoutError):
-            return False
+            async with wait:
+                while data:
+                    if content.at_eof():
+                        break
+                    wait.since_s = math.inf
+                    await send(
+                        {"type": "http.response.body", "body": data, "more_body": True}
+                    )
+                    wait.since_s = time.monotonic()
+                    data = await content.readany()
+        except (aiohttp.ClientError, OSError, asyncio.TimeoutError) as error:
+            return _reason(error, wait)
         ended[0] = True
         await send({"type": "http.response.body", "body": data, "more_body": False})
-        return True
+        return None
 
     def close(self) -> None:
         """Drop the connection unless the body was read to its end.
@@ -172,6 +191,7 @@ async def open_reply(
     path: str,
     payload: bytes,
     headers: CIMultiDict[str] | CIMultiDictProxy[str],
+    liveness: Liveness,
     timeout_s: float | None = None,
 ) -> Reply:
     """POST to a node and wait for the first bytes of its answer.
@@ -185,35 +205,39 @@ async def open_reply(
         path: Path on it.
         payload: Body.
         headers: Headers.
+        liveness: Ends the wait for a node that has gone silent.
         timeout_s: Longest the whole exchange may take.
 
     Raises:
         NodeFailure: It refused, broke off or took too long.
     """
     response: aiohttp.ClientResponse | None = None
+    timeout = session.timeout
+    if timeout_s is not None:
+        timeout = aiohttp.ClientTimeout(
+            total=timeout_s, sock_connect=timeout.sock_connect
+        )
+    wait = liveness.wait(node)
     try:
-        if timeout_s is None:
-            response = await session.post(node.url(path), data=payload, headers=headers)
-        else:
-            timeout = aiohttp.ClientTimeout(
-                total=timeout_s, sock_connect=session.timeout.sock_connect
-            )
+        async with wait:
             response = await session.post(
                 node.url(path), data=payload, headers=headers, timeout=timeout
             )
-        first = await response.content.readany()
-        return Reply(node, response, first)
+            first = await response.content.readany()
+        return Reply(node, response, first, liveness)
     except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
         raise NodeFailure(node, "refused", False) from error
     except (aiohttp.ClientError, OSError, asyncio.TimeoutError) as error:
         if response is not None:
             response.close()
-        raise NodeFailure(node, _reason(error), True) from error
+        raise NodeFailure(node, _reason(error, wait), True) from error
     except BaseException:
         if response is not None:
             response.close()
         raise
 
 
-def _reason(error: BaseException) -> str:
+def _reason(error: BaseException, wait: Wait) -> str:
+    if wait.silent:
+        return "silent"
     return "timeout" if isinstance(error, asyncio.TimeoutError) else "broken"

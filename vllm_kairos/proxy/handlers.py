@@ -188,6 +188,7 @@ class Dispatcher:
                 job.body.path,
                 payload,
                 job.headers,
+                service.liveness,
                 service.settings.prefill_timeout_s,
             )
             try:
@@ -254,6 +255,7 @@ class Dispatcher:
         tried: set[str] = set()
         reached = 0
         last: Reply | None = None
+        status = 502
         while True:
             tried.add(node.address)
             payload = job.body.with_params(params)
@@ -263,6 +265,7 @@ class Dispatcher:
             except NodeFailure as failure:
                 self._failed(node, failure.reason)
                 lost = failure.reached
+                status = 504 if failure.reason in ("silent", "timeout") else 502
             except BaseException:
                 if last is not None:
                     last.close()
@@ -286,7 +289,7 @@ class Dispatcher:
             if reached >= _MOST_REACHED or not fleet.decode:
                 if last is not None:
                     return last
-                raise NoNode(f"decode node {node.address} failed")
+                raise NoNode(f"decode node {node.address} failed", status)
             service.metrics.fallback("decode_failed")
             node = service.fleet[self._decode_node(job, fleet).node]
             if lost or kind is not Kind.AWAITING_KV:
@@ -304,7 +307,12 @@ class Dispatcher:
         node.ledger.open(job.ticket, kind, job.length.tokens, time.monotonic())
         try:
             reply = await open_reply(
-                self._service.session, node, job.body.path, payload, job.headers
+                self._service.session,
+                node,
+                job.body.path,
+                payload,
+                job.headers,
+                self._service.liveness,
             )
         except BaseException:
             node.ledger.close(job.ticket)
@@ -329,14 +337,14 @@ class Dispatcher:
         self._failed(node, reason)
         self._service.metrics.fallback("prefill_failed")
 
-    def broke_off(self, reply: Reply) -> None:
+    def broke_off(self, reply: Reply, reason: str) -> None:
         """A node died in the middle of its answer."""
-        self._failed(reply.node, "broken")
+        self._failed(reply.node, reason)
 
     def _failed(self, node: Node, reason: str) -> None:
         self._service.metrics.error(node.address, reason)
-        if reason in ("refused", "broken", "timeout"):
-            self._service.health.failed(node)
+        if reason in ("refused", "broken", "timeout", "silent"):
+            self._service.health.failed(node, reason == "silent")
         else:
             self._service.health.suspect(node)
 

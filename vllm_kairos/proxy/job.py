@@ -48,4 +48,13 @@ class Job:
 
 
 class NoNode(Exception):
-    """No node is left that could answer."""
+    """No node is left that could answer.
+
+    Attributes:
+        status: HTTP status for the client: 502, or 504 where the last node
+            asked gave no sign of life.
+    """
+
+    def __init__(self, message: str, status: int = 502):
+        super().__init__(message)
+        self.status = status

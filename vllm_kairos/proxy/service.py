@@ -15,6 +15,7 @@ from vllm_kairos.proxy.flags import ProxySettings
 from vllm_kairos.proxy.fleet import Node, ProxyFleet
 from vllm_kairos.proxy.forward import api_key_header, client_session
 from vllm_kairos.proxy.health import HealthWatch
+from vllm_kairos.proxy.liveness import Liveness
 from vllm_kairos.proxy.metrics import ProxyMetrics
 from vllm_kairos.proxy.prompt_length import PromptCounter
 from vllm_kairos.proxy.state import StateSubscriber
@@ -34,12 +35,14 @@ class Service:
     Attributes:
         session: The one HTTP session.
         health: Probes of failed nodes.
+        liveness: Ends waits for nodes that have gone silent.
         max_model_len: Longest sequence the engines take, once known.
         stirred: Called when a report has come or a node is back, if set.
     """
 
     session: aiohttp.ClientSession
     health: HealthWatch
+    liveness: Liveness
 
     def __init__(self, settings: ProxySettings):
         self.settings = settings
@@ -60,6 +63,11 @@ class Service:
                 return
             self.session = client_session(self.settings.connect_timeout_s)
             self.health = HealthWatch(self.session, self._stir)
+            self.liveness = Liveness(
+                self.health,
+                self.settings.node_timeout_s,
+                self.settings.answer_timeout_s,
+            )
             self.counter.start()
             nodes = self.fleet.nodes()
             self.metrics.watch(nodes)
@@ -119,6 +127,7 @@ class Service:
             self._asking.cancel()
             await asyncio.gather(self._asking, return_exceptions=True)
         await self._subscriber.stop()
+        await self.liveness.stop()
         await self.health.stop()
         await self.session.close()
         self.counter.stop()
