@@ -106,6 +106,7 @@ def test_the_step_recorder_costs_under_one_percent_of_a_step(tmp_path):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_stopping_the_command_leaves_no_process_and_no_profile(tmp_path, number):
+    (tmp_path / "out").mkdir()
     process = subprocess.Popen(
         [
             sys.executable,

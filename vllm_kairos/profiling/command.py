@@ -1,16 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measure step latencies and fit the predictors every decision rests on.
+"""Measure how long an engine's steps take, and write its latency profile.
 
-vllm-kairos profile --model M --output P.json [-- vllm serve arguments]
-    start an engine, drive it, fit, validate on steps it did not fit
-vllm-kairos profile --url URL --step-log FILE --output P.json
-    the same on an engine that runs already with its step log in FILE
-vllm-kairos profile --from-steps FILE... --output P.json
-    fit step records only
-vllm-kairos profile --validate P.json --from-steps FILE... --json
-    errors of a profile on other steps
-vllm-kairos profile --report P.json [--from-steps FILE...] [--output DIR]
-    tables and figures
+Proxy and engines predict with a profile: one a model and kind of hardware.
+
+examples:
+  vllm-kairos profile --model M --output P.json [-- vllm serve arguments]
+      start an engine, drive it, fit, validate on steps it did not fit
+  vllm-kairos profile --url http://HOST:PORT --step-log FILE --output P.json
+      the same on an engine that runs already with its step log in FILE
+  vllm-kairos profile --from-steps FILE... --output P.json
+      fit step records only
+  vllm-kairos profile --validate P.json --from-steps FILE... --json
+      errors of a profile on other steps
+  vllm-kairos profile --report P.json [--from-steps FILE...] [--output DIR]
+      tables and figures
 """
 
 from __future__ import annotations
@@ -19,18 +22,24 @@ import argparse
 import asyncio
 import json
 import re
-import signal
 import sys
 from pathlib import Path
 from typing import Any
 
 from vllm_kairos.core.profile import Profile
-from vllm_kairos.files import UserError, load_profile, save_profile
+from vllm_kairos.files import (
+    UserError,
+    check_output_directory,
+    check_output_file,
+    load_profile,
+    save_profile,
+)
 from vllm_kairos.profiling.build import build_profile, validate
 from vllm_kairos.profiling.errors import PHASES
 from vllm_kairos.profiling.fit import fit_steps
 from vllm_kairos.profiling.report import draw, report_text
 from vllm_kairos.profiling.steps import Steps, read_steps
+from vllm_kairos.signals import cleaning_up_on_sigterm
 
 _UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
 _LEAST_BUDGET_S = 20.0
@@ -38,42 +47,97 @@ _LEAST_BUDGET_S = 20.0
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of `vllm-kairos profile`."""
-    parser.add_argument("--model", help="model to serve, or its name in the profile")
-    parser.add_argument("--output", help="profile to write; with --report, a folder")
-    parser.add_argument("--url", help="profile the engine that answers here")
-    parser.add_argument("--step-log", help="step log of the engine at --url")
-    parser.add_argument(
-        "--from-steps", nargs="+", metavar="FILE", help="step records (CSV)"
+    group = parser.add_argument_group("what to do")
+    group.add_argument(
+        "--model",
+        metavar="M",
+        help="model to serve and measure; with --url or --from-steps, its name in the "
+        "profile",
     )
-    parser.add_argument("--validate", metavar="PROFILE", help="test this profile")
-    parser.add_argument("--report", metavar="PROFILE", help="report on this profile")
-    parser.add_argument("--json", action="store_true", help="print one JSON line last")
-    parser.add_argument(
+    group.add_argument(
+        "--url",
+        help="measure the engine that answers here, e.g. http://localhost:8100",
+    )
+    group.add_argument(
+        "--from-steps",
+        nargs="+",
+        metavar="FILE",
+        help="fit, validate or report on step records (CSV)",
+    )
+    group.add_argument(
+        "--validate", metavar="PROFILE", help="test this profile on --from-steps"
+    )
+    group.add_argument("--report", metavar="PROFILE", help="report on this profile")
+    group = parser.add_argument_group("output")
+    group.add_argument(
+        "--output",
+        metavar="FILE|DIR",
+        help="profile to write, in a folder that is there; with --report, the folder "
+        "of the figures (default: beside the profile)",
+    )
+    group.add_argument("--json", action="store_true", help="print one JSON line last")
+    group.add_argument("--name", help="name of the profile (default: from --output)")
+    group.add_argument(
+        "--hardware", help="what the engine runs on, as text (default: detected)"
+    )
+    group = parser.add_argument_group("measuring")
+    group.add_argument(
         "--budget",
         default="30m",
-        help="time to measure for, e.g. 60s, 30m, 1h (default %(default)s)",
+        metavar="TIME",
+        help="time to measure for, e.g. 60s, 30m, 1h; at least 20s (default "
+        "%(default)s)",
     )
-    parser.add_argument("--name", help="name of the profile, default from --output")
-    parser.add_argument("--hardware", help="what the engine runs on, default detected")
-    parser.add_argument("--engine", help="engine to take where a step log has several")
-    parser.add_argument(
+    group.add_argument(
+        "--step-log", metavar="FILE", help="step log of the engine at --url"
+    )
+    group.add_argument(
+        "--engine", metavar="ID", help="engine to take where a step log has several"
+    )
+    group.add_argument(
         "--report-address",
-        help="ZMQ address of the state reports of the engine at --url",
+        metavar="ADDRESS",
+        help="ZMQ address of the state reports of the engine at --url, e.g. "
+        "tcp://localhost:5700",
     )
-    parser.add_argument(
-        "--prefill-url", help="prefill engine whose KV transfers to --url are measured"
+    group.add_argument(
+        "--prefill-url",
+        metavar="URL",
+        help="prefill engine whose KV transfers to --url are measured",
     )
-    parser.add_argument("--trace", help="CSV of prompt and output lengths to replay")
-    parser.add_argument(
-        "--kv-dtype", default="auto", help="element type of the KV cache, e.g. float32"
+    group.add_argument(
+        "--trace",
+        metavar="FILE",
+        help="CSV of prompt and output lengths to replay last, as steps that are not "
+        "fitted",
     )
-    parser.add_argument("--tensor-parallel-size", type=int, default=1)
-    parser.add_argument("--seed", type=int, default=0, help="seed of all that is drawn")
+    group.add_argument(
+        "--kv-dtype",
+        default="auto",
+        metavar="TYPE",
+        help="element type of the KV cache, e.g. float32 (default %(default)s: the "
+        "model's)",
+    )
+    group.add_argument(
+        "--tensor-parallel-size",
+        type=int,
+        default=1,
+        metavar="N",
+        help="GPUs the engine is spread over (default %(default)s)",
+    )
+    group.add_argument(
+        "--seed",
+        type=int,
+        default=0,
+        metavar="N",
+        help="seed of all that is drawn (default %(default)s)",
+    )
     parser.add_argument(
         "serve_args", nargs="*", metavar="-- ARG", help="arguments of vllm serve"
     )
 
 
+@cleaning_up_on_sigterm()
 def run(args: argparse.Namespace) -> int:
     """Run `vllm-kairos profile`."""
     _check_flags(args)
@@ -106,6 +170,8 @@ def _check_flags(args: argparse.Namespace) -> None:
     if args.report and args.validate:
         raise UserError("--report and --validate given, expected one of them")
     if args.report:
+        if args.output:
+            check_output_directory(args.output, "--output")
         return
     if args.validate:
         if not args.from_steps:
@@ -120,6 +186,7 @@ def _check_flags(args: argparse.Namespace) -> None:
         )
     if not args.output:
         raise UserError("--output is missing, expected the profile to write")
+    check_output_file(args.output, "--output")
     if args.url and not args.step_log:
         raise UserError(
             "--url needs --step-log, the file the engine was told to log steps to "
@@ -265,8 +332,6 @@ def _collect(args: argparse.Namespace) -> int:
         step_log.unlink(missing_ok=True)
         return profile
 
-    # Terminated like interrupted: the engine started here is stopped.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     profile = asyncio.run(measure())
     print_fit(profile)
     held_out = profile.provenance.get("held_out_trace")

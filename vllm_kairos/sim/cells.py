@@ -16,6 +16,7 @@ from vllm_kairos.files import UserError
 from vllm_kairos.sim.cluster import Cluster, ClusterSettings
 from vllm_kairos.sim.results import Row, request_row, summarize
 from vllm_kairos.sim.traces import TraceRow, load_trace
+from vllm_kairos.sim.workers import run_parallel
 from vllm_kairos.sim.workload import WORKLOADS, resample, synthesize
 
 
@@ -139,14 +140,13 @@ def run_cells(
         want_rows: Rows besides summaries.
         progress: Text of a progress bar on stderr, `None` for none.
     """
-    from joblib import Parallel, delayed
     from tqdm import tqdm
 
+    call = functools.partial(run_cell, want_rows=want_rows)
     if jobs == 1 or len(cells) == 1:
-        results: Any = (run_cell(cell, want_rows) for cell in cells)
+        results: Iterator[tuple[dict[str, Any], str]] = map(call, cells)
     else:
-        parallel = Parallel(n_jobs=jobs, return_as="generator")
-        results = parallel(delayed(run_cell)(cell, want_rows) for cell in cells)
+        results = run_parallel(call, cells, jobs)
     yield from tqdm(
         results,
         total=len(cells),

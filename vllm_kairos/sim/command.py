@@ -1,11 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compare routing policies on a workload, in virtual time.
 
+Every policy meets the same arrivals, on prefill and decode nodes that step as
+vLLM's scheduler does. A table is printed, a row a policy and rate, means over
+seeds: TTFT (time to first token) and TBT (time between tokens), the share of
+requests within both SLOs, how many prefills were deflected to a decode node.
+Numbers depend on the seeds, not on the number of workers.
+
+examples:
+  vllm-kairos simulate
+      disaggregation, the paper's Kairos and ours on the paper's workload
   vllm-kairos simulate --workload bursty --rate 6..12 --seeds 101..110 \\
       --policy disagg disagg:balance=least kairos-paper kairos --output results
-
-Every policy meets the same arrivals. Numbers depend on the seeds, not on the
-number of workers.
+      a sweep over the rate, with figures and a row for every request
+  vllm-kairos simulate --workload my-trace.csv --profile my-profile.json \\
+      --prefill 3 --decode 5 --capacity
+      what a cluster of your own carries
 """
 
 from __future__ import annotations
@@ -18,11 +28,14 @@ from typing import Any
 
 from vllm_kairos.core.policies import policies
 from vllm_kairos.core.policies.kairos import PARTS
-from vllm_kairos.files import UserError, write_atomically
+from vllm_kairos.files import UserError, check_output_directory, write_atomically
+from vllm_kairos.signals import cleaning_up_on_sigterm
 from vllm_kairos.sim.capacity import plan, rps99
 from vllm_kairos.sim.cells import Cell, PolicySpec, run_cells
 from vllm_kairos.sim.options import (
     add_cluster_arguments,
+    add_run_arguments,
+    check_jobs,
     cluster_of,
     parse_numbers,
     parse_policy,
@@ -42,38 +55,51 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--workload",
         default="bursty",
-        help=f"{'|'.join(WORKLOADS)}, or a trace: Azure, Vidur or BurstGPT CSV, "
-        "Mooncake JSON lines",
+        metavar="NAME|FILE",
+        help=f"{', '.join(WORKLOADS)} (the paper's Table 1), or a trace: Azure, "
+        "Vidur or BurstGPT CSV, Mooncake JSON lines (default %(default)s)",
     )
     group.add_argument(
         "--rate",
         nargs="+",
         metavar="RPS",
-        help="one or more, or A..B, or A..B..STEP; the workload's own by default",
+        help="requests a second: one or more, or A..B, or A..B..STEP (default: the "
+        "workload's own)",
     )
-    group.add_argument("--requests", type=int, help="1500; all of a trace")
     group.add_argument(
-        "--seeds", nargs="+", default=["1"], metavar="N", help="one or more, or A..B"
+        "--requests",
+        type=int,
+        metavar="N",
+        help="of a run (default: 1500, or all of a trace)",
+    )
+    group.add_argument(
+        "--seeds",
+        nargs="+",
+        default=["1"],
+        metavar="N",
+        help="a run each: one or more, or A..B (default 1)",
     )
     group.add_argument(
         "--cv",
         type=float,
-        help="coefficient of variation of the gaps between arrivals, Gamma: 1 is "
-        "Poisson; a workload's own by default (1.3 for bursty), a trace keeps its "
-        "arrivals",
+        help="coefficient of variation of the gaps between arrivals, drawn from a "
+        "Gamma distribution: 1 is Poisson, more is burstier (default: the "
+        "workload's own, 1.3 for bursty; a trace keeps its arrivals)",
     )
     group.add_argument(
         "--arrivals",
         choices=("own", "gamma", "poisson"),
         default="own",
-        help="of a trace: its own (stretched to --rate), or drawn anew",
+        help="of a trace: its own (stretched to --rate), or drawn anew (default "
+        "%(default)s)",
     )
     parser.add_argument(
         "--policy",
         nargs="+",
         default=["disagg", "kairos-paper", "kairos"],
         metavar="NAME[:KEY=VALUE,...]",
-        help=f"one or more of {', '.join(sorted(policies()))}",
+        help=f"one or more of {', '.join(sorted(policies()))}; e.g. sl:length=1024 "
+        "(default: disagg kairos-paper kairos)",
     )
     add_cluster_arguments(parser)
     group = parser.add_argument_group("questions")
@@ -86,20 +112,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--capacity",
         action="store_true",
-        help="find the highest rate at which 99 %% of requests meet both SLOs",
+        help="find the highest rate at which 99 %% of requests meet both SLOs, with "
+        "its 95 %% interval over seeds, in place of a sweep",
     )
     group.add_argument(
         "--plan",
         action="store_true",
-        help="try every split of the nodes into prefill and decode nodes",
+        help="the same for every split of the nodes into prefill and decode nodes",
     )
-    parser.add_argument("--output", metavar="DIR", help="summary, rows and figures")
     parser.add_argument(
-        "--jobs", type=int, default=os.cpu_count() or 1, help="worker processes"
+        "--output",
+        metavar="DIR",
+        help="write summary.json, requests.jsonl (a row a request) and figures here; "
+        "made if need be",
     )
-    parser.add_argument("--no-progress", action="store_true")
+    add_run_arguments(parser)
 
 
+@cleaning_up_on_sigterm()
 def run(args: argparse.Namespace) -> int:
     """Run `vllm-kairos simulate`."""
     profile = profile_of(args.profile)
@@ -123,10 +153,9 @@ def run(args: argparse.Namespace) -> int:
         if rate is not None and not rate > 0:
             raise UserError(f"--rate {rate:g}: expected a number > 0")
     seeds = [int(s) for s in parse_numbers(args.seeds, "--seeds", whole=True)]
-    if args.jobs < 1:
-        raise UserError(f"--jobs {args.jobs}: expected a whole number >= 1")
-    if args.output and os.path.exists(args.output) and not os.path.isdir(args.output):
-        raise UserError(f"--output {args.output}: is a file, expected a directory")
+    check_jobs(args.jobs)
+    if args.output:
+        check_output_directory(args.output, "--output")
 
     def cell(spec: PolicySpec, rate: float | None, seed: int) -> Cell:
         return Cell(spec, rate, seed, workload, cluster, settings)
@@ -172,13 +201,13 @@ def run(args: argparse.Namespace) -> int:
             rows.write(lines)
         summary["runs"] = runs
         summary["mean"] = _means(runs)
-        print(sweep_table(summary["mean"], settings.tau_ms, len(seeds)))
         if args.output:
             from vllm_kairos.sim.plots import sweep_figures
 
             rows.keep()
             _write_summary(args.output, summary)
             sweep_figures(summary, args.output)
+    print(sweep_table(summary["mean"], settings.tau_ms, len(seeds)))
     return 0
 
 
@@ -207,6 +236,7 @@ def _questions(
     shown: str | None,
 ) -> int:
     """`--capacity` and `--plan`."""
+    tables = []
     if args.capacity:
         found = {s.label: rps99(cell, s, seeds, args.jobs, shown) for s in specs}
         summary["capacity"] = found
@@ -214,7 +244,7 @@ def _questions(
             [label, f"{c['rps99']:.2f}", "{:.2f} to {:.2f}".format(*c["ci95"])]
             for label, c in found.items()
         ]
-        print(table(["policy", "RPS99", "95 % interval"], lines))
+        tables.append(table(["policy", "RPS99", "95 % interval"], lines))
     if args.plan:
         budget = args.prefill + args.decode
         plans = {s.label: plan(cell, s, seeds, budget, args.jobs, shown) for s in specs}
@@ -225,9 +255,10 @@ def _questions(
             for p in found["splits"]
             for mark in ["best" if p == found["best"] else ""]
         ]
-        print(table(["policy", "prefill:decode", "RPS99", ""], lines))
+        tables.append(table(["policy", "prefill:decode", "RPS99", ""], lines))
     if args.output:
         _write_summary(args.output, summary)
+    print(*tables, sep="\n")
     return 0
 
 

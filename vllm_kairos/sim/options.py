@@ -141,16 +141,26 @@ def parse_numbers(words: Sequence[str], flag: str, whole: bool) -> list[float]:
 def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of the cluster, the workload and the SLOs."""
     group = parser.add_argument_group("cluster")
-    group.add_argument("--prefill", type=int, default=2, metavar="N", help="nodes")
-    group.add_argument("--decode", type=int, default=2, metavar="N", help="nodes")
     group.add_argument(
-        "--profile", default=DEFAULT_PROFILE, help="path, or name of a shipped one"
+        "--prefill",
+        type=int,
+        default=2,
+        metavar="N",
+        help="prefill nodes (default %(default)s)",
     )
+    group.add_argument(
+        "--decode",
+        type=int,
+        default=2,
+        metavar="N",
+        help="decode nodes (default %(default)s)",
+    )
+    add_profile_argument(group)
     group.add_argument(
         "--link-gb-per-s",
         type=float,
         metavar="GB",
-        help="bandwidth of a link in gigabytes a second; the profile's by default",
+        help="bandwidth of a link in gigabytes a second (default: the profile's)",
     )
     group.add_argument(
         "--link-hops",
@@ -158,31 +168,110 @@ def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
         choices=(1, 2),
         default=2,
         help="2: KV leaves over the source's link, then arrives over the target's "
-        "(fits the paper's transfer times); 1: written straight into the other GPU",
+        "(fits the paper's transfer times); 1: written straight into the other GPU "
+        "(default %(default)s)",
     )
-    group.add_argument("--heartbeat-ms", type=float, default=100.0)
-    group.add_argument("--budget-tokens", type=int, help="of a step, every node")
-    group.add_argument("--max-num-seqs", type=int, help="of a step, every node")
-    group.add_argument("--kv-tokens", type=int, help="KV cache of a node")
+    group.add_argument(
+        "--heartbeat-ms",
+        type=float,
+        default=100.0,
+        metavar="MS",
+        help="milliseconds between a node's state reports (default %(default)g)",
+    )
+    group.add_argument(
+        "--budget-tokens",
+        type=int,
+        metavar="TOKENS",
+        help="most tokens of a step, vLLM's max_num_batched_tokens (default: the "
+        "profile's)",
+    )
+    group.add_argument(
+        "--max-num-seqs",
+        type=int,
+        metavar="N",
+        help="most requests of a step, as vLLM's (default: the profile's)",
+    )
+    group.add_argument(
+        "--kv-tokens",
+        type=int,
+        metavar="TOKENS",
+        help="KV cache of a node (default: the profile's)",
+    )
     group.add_argument(
         "--model-bias",
         type=float,
         default=0.0,
         metavar="SHARE",
-        help="true step times are this share longer than predicted",
+        help="true step times are this share longer than predicted: 0.1 is 10 %% "
+        "(default %(default)g)",
     )
     group.add_argument(
         "--model-noise",
         type=float,
         default=0.0,
         metavar="SHARE",
-        help="standard deviation of true step times around that",
+        help="standard deviation of true step times around that (default %(default)g)",
     )
     group = parser.add_argument_group("SLOs and margins")
-    group.add_argument("--tau-ms", type=float, default=70.0, help="TBT SLO")
-    group.add_argument("--ttft-slo-ms", type=float, default=4000.0, help="TTFT SLO")
-    group.add_argument("--alpha", type=float, default=1.3, help="margin of Eq. 7")
-    group.add_argument("--beta", type=float, default=0.9, help="factor of Eq. 5")
+    group.add_argument(
+        "--tau-ms",
+        type=float,
+        default=70.0,
+        metavar="MS",
+        help="TBT SLO: most milliseconds between two tokens (default %(default)g)",
+    )
+    group.add_argument(
+        "--ttft-slo-ms",
+        type=float,
+        default=4000.0,
+        metavar="MS",
+        help="TTFT SLO: most milliseconds to the first token (default %(default)g)",
+    )
+    group.add_argument(
+        "--alpha",
+        type=float,
+        default=1.3,
+        help="a prefill may be deflected where its TTFT is at most this factor of "
+        "that on the prefill node (the paper's Eq. 7; default %(default)g)",
+    )
+    group.add_argument(
+        "--beta",
+        type=float,
+        default=0.9,
+        help="share of the TBT SLO that a step with a deflected prefill may take "
+        "(the paper's Eq. 5; default %(default)g)",
+    )
+
+
+def add_profile_argument(parser: argparse._ActionsContainer) -> None:
+    """``--profile``."""
+    parser.add_argument(
+        "--profile",
+        default=DEFAULT_PROFILE,
+        metavar="NAME|FILE",
+        help=f"step latencies: one of {', '.join(shipped_profiles())}, or a file of "
+        "`vllm-kairos profile` (default %(default)s)",
+    )
+
+
+def add_run_arguments(parser: argparse.ArgumentParser) -> None:
+    """``--jobs`` and ``--no-progress``."""
+    parser.add_argument(
+        "--jobs",
+        type=int,
+        default=os.cpu_count() or 1,
+        metavar="N",
+        help="worker processes (default: one a core, %(default)s here)",
+    )
+    parser.add_argument(
+        "--no-progress", action="store_true", help="no progress bar on stderr"
+    )
+
+
+def check_jobs(jobs: int) -> None:
+    """Refuse a number of workers that is none."""
+    if jobs < 1:
+        raise UserError(f"--jobs {jobs}: expected a whole number >= 1")
 
 
 def settings_of(args: argparse.Namespace) -> Settings:

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import glob
 import os
 from types import TracebackType
 from typing import IO
@@ -12,7 +14,8 @@ class RowsFile:
     """``requests.jsonl`` of an output directory, written as results come.
 
     It has another name until `keep`: a sweep that is cut off leaves nothing
-    that looks like a result.
+    that looks like a result. What one that was killed outright left under that
+    other name goes when the next one starts.
 
     Args:
         directory: Output directory, made if need be; `None` drops all rows.
@@ -27,8 +30,16 @@ class RowsFile:
     def __enter__(self) -> RowsFile:
         if self.wanted:
             os.makedirs(os.path.dirname(self._path) or ".", exist_ok=True)
+            self._remove_stale()
             self._file = open(self._part, "w", encoding="utf-8")
         return self
+
+    def _remove_stale(self) -> None:
+        for part in glob.glob(f"{glob.escape(self._path)}.*.part"):
+            word = part[len(self._path) + 1 : -len(".part")]
+            if word.isdecimal() and not _alive(int(word)):
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(part)
 
     def write(self, lines: str) -> None:
         """Add rows, one JSON object a line."""
@@ -51,3 +62,14 @@ class RowsFile:
         if self._file is not None:
             self._file.close()
             os.unlink(self._part)
+
+
+def _alive(pid: int) -> bool:
+    """Whether there is such a process, ours or another user's."""
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        return True
+    return True

@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Regenerate the paper's Tables 1, 3, 4 and Figures 2, 4, 5, 6, ours beside its.
+"""Simulate the Kairos paper's evaluation: ours beside the numbers it prints.
 
+Tables 1, 3 and 4 and Figures 2, 4, 5 and 6, deviations in words. Writes
+REPORT.md, summary.json and the figures. Takes minutes; fewer --seeds are faster
+and noisier.
+
+examples:
   vllm-kairos paper --output paper-results
-
-Writes REPORT.md, summary.json and the figures. Takes minutes; fewer --seeds
-are faster and noisier.
+  vllm-kairos paper --output quick --seeds 101..102 --requests 300
 """
 
 from __future__ import annotations
@@ -17,11 +20,14 @@ from typing import Any
 
 from vllm_kairos.core.link import LinkModel
 from vllm_kairos.core.settings import Settings
-from vllm_kairos.files import UserError, write_atomically
+from vllm_kairos.files import UserError, check_output_directory, write_atomically
+from vllm_kairos.signals import cleaning_up_on_sigterm
 from vllm_kairos.sim import paper_numbers as printed
 from vllm_kairos.sim.cluster import ClusterSettings
 from vllm_kairos.sim.options import (
-    DEFAULT_PROFILE,
+    add_profile_argument,
+    add_run_arguments,
+    check_jobs,
     limits_of,
     parse_numbers,
     profile_of,
@@ -40,16 +46,31 @@ from vllm_kairos.sim.workload import WORKLOADS
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of `vllm-kairos paper`."""
-    parser.add_argument("--output", required=True, metavar="DIR")
-    parser.add_argument("--profile", default=DEFAULT_PROFILE)
-    parser.add_argument("--seeds", nargs="+", default=["101..110"], metavar="N")
     parser.add_argument(
-        "--requests", type=int, default=1500, help="of a run of the figures"
+        "--output",
+        required=True,
+        metavar="DIR",
+        help="write the report and the figures here; made if need be",
     )
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--no-progress", action="store_true")
+    add_profile_argument(parser)
+    parser.add_argument(
+        "--seeds",
+        nargs="+",
+        default=["101..110"],
+        metavar="N",
+        help="means are over these: one or more, or A..B (default 101..110)",
+    )
+    parser.add_argument(
+        "--requests",
+        type=int,
+        default=1500,
+        metavar="N",
+        help="of a run of Table 3 and the figures (default %(default)s)",
+    )
+    add_run_arguments(parser)
 
 
+@cleaning_up_on_sigterm()
 def run(args: argparse.Namespace) -> int:
     """Run `vllm-kairos paper`."""
     profile = profile_of(args.profile)
@@ -60,10 +81,8 @@ def run(args: argparse.Namespace) -> int:
         )
     if args.requests < 1:
         raise UserError(f"--requests {args.requests}: expected a whole number >= 1")
-    if args.jobs < 1:
-        raise UserError(f"--jobs {args.jobs}: expected a whole number >= 1")
-    if os.path.exists(args.output) and not os.path.isdir(args.output):
-        raise UserError(f"--output {args.output}: is a file, expected a directory")
+    check_jobs(args.jobs)
+    check_output_directory(args.output, "--output")
     seeds = [int(s) for s in parse_numbers(args.seeds, "--seeds", whole=True)]
     cluster = ClusterSettings(
         profile.step_model(),

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line as an operator meets it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from vllm_kairos.cli import COMMANDS, main
+from vllm_kairos.files import UserError, check_output_directory, check_output_file
+
+
+def test_without_a_command_the_help_is_shown_and_the_code_is_2(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main([]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("usage: vllm-kairos")
+    assert all(f"\n    {name} " in said for name in COMMANDS)
+
+
+def test_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["--version"])
+    assert end.value.code == 0
+    assert capsys.readouterr().out == "vllm-kairos 0.1.0\n"
+
+
+def test_an_unknown_command_is_told_in_one_line(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["simulat"])
+    assert end.value.code == 2
+    said = capsys.readouterr().err
+    assert "'simulat'" in said and "simulate" in said and said.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", ["profile", "simulate", "paper"])
+def test_every_flag_says_what_it_is_for(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "1000")
+    with pytest.raises(SystemExit) as end:
+        main([name, "--help"])
+    assert end.value.code == 0
+    lines = capsys.readouterr().out.splitlines()
+    flags = [n for n, line in enumerate(lines) if line.startswith("  --")]
+    assert flags
+    for place in flags:
+        # Text stands beside a short flag, and under a long one.
+        beside = "  " in lines[place].strip()
+        under = lines[place + 1 : place + 2]
+        assert beside or (under and under[0].startswith(" " * 20)), lines[place]
+    assert f"  vllm-kairos {name} " in "\n".join(lines), "there is no example"
+
+
+@pytest.mark.parametrize("buffered", [True, False])
+def test_a_reader_that_goes_away_is_no_error(buffered: bool) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    environment = {**os.environ, "PYTHONUNBUFFERED": "" if buffered else "1"}
+    words = ["simulate", "--requests", "20", "--no-progress", "--jobs", "1"]
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "vllm_kairos.cli", *words],
+            stdout=write,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+    finally:
+        os.close(write)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_a_folder_that_is_not_there_is_refused_before_anything_is_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "nope" / "p.json"
+    assert main(["profile", "--model", "m", "--output", str(output)]) == 2
+    said = capsys.readouterr().err
+    assert f"--output {output}: {tmp_path / 'nope'} does not exist" in said
+    assert said.count("\n") == 1
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_file_needs_its_folder_and_a_folder_may_be_new(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    check_output_file(tmp_path / "new", "--output")
+    check_output_file(file, "--output")
+    check_output_directory(tmp_path, "--output")
+    check_output_directory(tmp_path / "new" / "er", "--output")
+    assert list(tmp_path.iterdir()) == [file]
+    with pytest.raises(UserError, match="is a directory"):
+        check_output_file(tmp_path, "--output")
+    with pytest.raises(UserError, match="is not a directory"):
+        check_output_file(file / "x", "--output")
+    with pytest.raises(UserError, match="is a file"):
+        check_output_directory(file, "--output")
+    with pytest.raises(UserError, match="is not a directory"):
+        check_output_directory(file / "x", "--output")
