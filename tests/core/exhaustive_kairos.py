@@ -295,8 +295,15 @@ class _Assignment:
                 continue
             queued = self.policy._queued_ms(node)
             if queued is not None and queued <= self.policy.lead_ms:
-                ready.append((queued, node.node))
-        return [name for _, name in sorted(ready)]
+                decodes = node.decodes + node.awaiting_kv + node.expected + 1
+                kv_tokens = (
+                    node.decode_kv_tokens
+                    + node.awaiting_kv_tokens
+                    + node.expected_kv_tokens
+                )
+                load = node.model.step_ms(decodes, kv_tokens)
+                ready.append((queued, load, node.node))
+        return [name for _, _, name in sorted(ready)]
 
     def _ordered(self) -> list[Waiting]:
         policy = self.policy
@@ -357,6 +364,13 @@ class _Assignment:
         ttft_pf = (
             self.drain[name] + waiting.job.work_ms + policy._kv_ms(request, node) + step
         )
+        if not queue:
+            # Nobody else waits: the least TTFT of all nodes.
+            most = min(ttft_pf, policy.settings.ttft_slo_ms)
+            found = policy._deflection(request, self.decode.values(), None)
+            if found is not None and found.ttft_ms <= most and found.ttft_ms < ttft_pf:
+                self._deflect(request, found, ttft_pf)
+                return
         route = Route(node.node, decode.node, (), Estimates(ttft_pf), "prefill")
         self._routed(request, route)
         self.drain[name] += waiting.job.work_ms
@@ -401,14 +415,19 @@ class _Assignment:
         if best is None:
             return False
         _, place, found, ttft_pf = best
-        request = queue.pop(place).request
+        self._deflect(queue.pop(place).request, found, ttft_pf)
+        return policy.several
+
+    def _deflect(self, request: Request, found: Deflection, ttft_pf: float) -> None:
+        node = found.node
         estimates = Estimates(ttft_pf, found.ttft_ms, found.schedule.step_ms)
-        route = Route(name, name, found.schedule.chunks, estimates, "deflected")
+        route = Route(
+            node.node, node.node, found.schedule.chunks, estimates, "deflected"
+        )
         self._routed(request, route)
-        self.decode[name] = replace(
+        self.decode[node.node] = replace(
             node, deflected=[*node.deflected, PrefillWork(request.prompt_tokens)]
         )
-        return policy.several
 
     def _routed(self, request: Request, route: Route) -> None:
         self.routed.append((request, route))

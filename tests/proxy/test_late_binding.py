@@ -14,6 +14,7 @@ from aiohttp import web
 
 from tests.proxy.conftest import Cluster, MakeCluster
 from tests.proxy.stubs import MODEL, StubEngine, hang, live, profile, report, until
+from vllm_kairos.core.fleet import Fleet
 from vllm_kairos.core.messages import parse_schedule, ticket_of
 from vllm_kairos.core.policies import policies
 from vllm_kairos.core.settings import Settings
@@ -224,12 +225,55 @@ async def test_no_request_waits_longer_than_its_age_allows(
     assert 'kairos_proxy_queue_wait_seconds_count{order="late"} 1.0' in text
 
 
+async def test_the_age_a_request_may_wait_is_the_policys_setting(
+    cluster: MakeCluster, client: aiohttp.ClientSession
+) -> None:
+    slo = Settings(tau_ms=50.0, ttft_slo_ms=200.0)
+    c = await waiting_cluster(cluster, slo=slo, policy_options={"oldest_slos": 2})
+    started = asyncio.get_running_loop().time()
+    # Two SLOs and a heartbeat, where eight would be 1.6 s.
+    assert await post(c, client, prompt()) == (200, "kept")
+    assert 0.4 <= asyncio.get_running_loop().time() - started < 1.4
+
+
+async def test_a_look_that_has_many_to_send_leaves_the_loop_to_others_between(
+    cluster: MakeCluster,
+    client: aiohttp.ClientSession,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    c = await waiting_cluster(cluster, state_max_age_ms=200.0)
+    late = c.proxy.kairos._dispatcher.late  # type: ignore[attr-defined]
+    plain = late._policy.assign
+    events: list[object] = []
+
+    def assign(seen: Fleet, most: int) -> list[Any]:
+        if not seen.prefill[0].fresh:
+            if not events:
+                loop = asyncio.get_running_loop()
+                loop.call_soon(events.append, "another's turn")
+            events.append(seen)
+        routed = plain(seen, most)
+        sent.append(len(routed))
+        return routed
+
+    sent: list[int] = []
+    tasks = [post(c, client, prompt(50)) for _ in range(90)]
+    await wait_for_queue(c, client, 90)
+    monkeypatch.setattr(late._policy, "assign", assign)
+    c.prefill[0].state = c.decode[0].state = None
+    assert {await t for t in tasks} == {(200, "kept")}
+    assert sorted(n for n in sent if n) == [26, 32, 32]
+    # Each look sees the nodes as they are then.
+    first, turn, *rest = events
+    assert turn == "another's turn" and all(each is not first for each in rest)
+
+
 async def test_a_policy_that_fails_over_its_queue_costs_no_request(
     cluster: MakeCluster,
     client: aiohttp.ClientSession,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def assign(self: object, fleet: object) -> list[Any]:
+    def assign(self: object, fleet: object, most: int) -> list[Any]:
         raise RuntimeError("no")
 
     c = await waiting_cluster(cluster)

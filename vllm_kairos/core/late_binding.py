@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from vllm_kairos.core.fleet import Fleet, NodeState, PrefillWork, Request
-from vllm_kairos.core.node_views import NodeView
+from vllm_kairos.core.node_views import NodeView, fastest
 from vllm_kairos.core.on_time import Job, on_time_order
 from vllm_kairos.core.prefill import marginal_prefill_ms, queue_wait_paper_ms
 from vllm_kairos.core.route import Estimates, Route
@@ -101,11 +101,12 @@ class LateQueue:
             w for w in self._queue[:among] if w.request.request_id not in gone
         ]
 
-    def drain(self) -> list[Request]:
-        """Take all out."""
-        requests = [w.request for w in self._queue]
-        self._queue.clear()
-        self._due.clear()
+    def drain(self, most: int | None = None) -> list[Request]:
+        """Take all out, or so many of those due first."""
+        requests = [w.request for w in self._queue[:most]]
+        del self._queue[: len(requests)]
+        for request in requests:
+            del self._due[request.request_id]
         return requests
 
 
@@ -148,8 +149,13 @@ class Assignment:
         self._offers: list[_Offer] | None = None
         self._routed: list[tuple[Request, Route]] = []
 
-    def run(self) -> list[tuple[Request, Route]]:
-        """The requests to be sent now; they are taken out of the queue."""
+    def run(self, most: int | None = None) -> list[tuple[Request, Route]]:
+        """The requests to be sent now; they are taken out of the queue.
+
+        Args:
+            most: No more than so many.
+        """
+        most = _WINDOW if most is None else most
         lead = self._policy.lead_ms
         drain = self._drain
         decodes_ready = self._ready_decodes()
@@ -157,18 +163,19 @@ class Assignment:
             return []
         queue = self._ordered()
         among = len(queue)
-        while queue:
+        routed = self._routed
+        while queue and len(routed) < most:
             name = self._next_prefill()
             if drain[name] > lead:
                 break
             self._send_first(queue, name)
         in_vain = 0
         for name in decodes_ready:
-            served = len(self._routed)
-            while queue and self._offer(queue, name):
+            served = len(routed)
+            while queue and len(routed) < most and self._offer(queue, name):
                 pass
-            in_vain = 0 if len(self._routed) > served else in_vain + 1
-            if not queue or in_vain == _MOST_IN_VAIN:
+            in_vain = 0 if len(routed) > served else in_vain + 1
+            if not queue or len(routed) >= most or in_vain == _MOST_IN_VAIN:
                 break
         if self._routed:
             ids = (request.request_id for request, _ in self._routed)
@@ -195,19 +202,23 @@ class Assignment:
         return max(0.0, node.step_in_flight_ms + total - node.worked_off_ms)
 
     def _ready_decodes(self) -> list[str]:
-        """Decode nodes with headroom and little deflected work, best first."""
+        """Decode nodes with headroom and little deflected work, best first.
+
+        Of those that could start at once the least loaded comes first.
+        """
         lead, several = self._policy.lead_ms, self._policy.several
-        ready: list[tuple[float, str]] = []
+        ready: list[tuple[float, float, str]] = []
         for node in self._decode.values():
             if node.model is None or not node.fresh:
                 continue
             if node.deflected and not several:
                 continue
-            queued = self._views.of(node).queued_ms()
+            view = self._views.of(node)
+            queued = view.queued_ms()
             if queued is not None and queued <= lead:
-                ready.append((queued, node.node))
+                ready.append((queued, view.loaded_ms, node.node))
         ready.sort()
-        return [name for _, name in ready]
+        return [name for _, _, name in ready]
 
     # ---------------------------------------------------------------- order
 
@@ -215,18 +226,15 @@ class Assignment:
         policy = self._policy
         window = policy.queue.front(_WINDOW)
         node = next(iter(self._prefill.values()))
-        assert node.model is not None
         for waiting in window:
             job = waiting.job
             if job.work_ms == 0.0:
                 request = waiting.request
-                work = marginal_prefill_ms(
-                    node.model,
-                    request.prompt_tokens,
-                    request.cached.get(node.node, 0),
-                    node.budget_tokens,
-                )
-                job.work_ms = max(work, _LEAST_WORK_MS)
+                job.work_ms = self._work_ms(request, node.node)
+                for name in request.cached:
+                    if name in self._prefill:
+                        work = self._work_ms(request, name)
+                        job.work_ms = min(job.work_ms, work)
                 job.deadline_ms -= policy.transfer_ms(request, node)
                 if policy.transfer:
                     job.deadline_ms -= policy.settings.tau_ms
@@ -265,27 +273,99 @@ class Assignment:
     # ----------------------------------------------------------------- send
 
     def _send_first(self, queue: list[Waiting], name: str) -> None:
-        """The first of the queue goes to a prefill node."""
+        """The first of the queue goes to a prefill node, or where it is faster."""
         policy = self._policy
         waiting = queue.pop(0)
         request = waiting.request
         prompt = request.prompt_tokens
         decode = self._views.least_loaded(prompt, self._decode.values())
+        name, work_ms = self._least_ready(waiting, name)
         node = self._prefill[name]
         ttft_pf = (
             self._drain[name]
-            + waiting.job.work_ms
+            + work_ms
             + policy.transfer_ms(request, node)
             + policy.decode_step_ms(prompt, self._views.of(decode))
         )
+        if self._faster(request, ttft_pf, alone=not queue):
+            return
         route = Route(node.node, decode.node, (), Estimates(ttft_pf), "prefill")
         self._routed.append((request, route))
-        self._drain[name] += waiting.job.work_ms
+        self._drain[name] += work_ms
         self._decode[decode.node] = replace(
             decode,
             expected=decode.expected + 1,
             expected_kv_tokens=decode.expected_kv_tokens + prompt,
         )
+
+    def _least_ready(self, waiting: Waiting, name: str) -> tuple[str, float]:
+        """The node that is ready, or one that is sooner done for what it caches.
+
+        Returns:
+            The prefill node, and the time it takes there.
+        """
+        cached = waiting.request.cached
+        if not cached or self._policy.balance == "round_robin":
+            return name, waiting.job.work_ms
+        best, least_ms = name, self._work_ms(waiting.request, name)
+        for other in cached:
+            if other in self._prefill and other != name:
+                work_ms = self._work_ms(waiting.request, other)
+                if self._drain[other] + work_ms < self._drain[best] + least_ms:
+                    best, least_ms = other, work_ms
+        return best, least_ms
+
+    def _work_ms(self, request: Request, name: str) -> float:
+        """Time of a prefill node the prefill takes there."""
+        node = self._prefill[name]
+        assert node.model is not None
+        cached = request.cached.get(name, 0) if request.cached else 0
+        work_ms = marginal_prefill_ms(
+            node.model, request.prompt_tokens, cached, node.budget_tokens
+        )
+        return max(work_ms, _LEAST_WORK_MS)
+
+    def _faster(self, request: Request, ttft_pf: float, alone: bool) -> bool:
+        """Deflect a request that a decode node serves sooner.
+
+        Only where that takes nothing from the others: nobody else waits, or
+        the decode node has a part of the prompt in its cache. Otherwise decode
+        nodes choose for themselves what they gain most on (`_offer`).
+
+        Returns:
+            Whether it was deflected.
+        """
+        policy = self._policy
+        nodes = list(self._decode.values())
+        if not alone:
+            nodes = [n for n in nodes if n.node in request.cached]
+        if not nodes:
+            return False
+        bound = min(ttft_pf, policy.settings.ttft_slo_ms)
+        found = fastest(self._views, nodes, request, bound, policy.several)
+        if isinstance(found, str) or found.ttft_ms >= ttft_pf:
+            return False
+        self._deflect(request, found.state, found.schedule, ttft_pf, found.queued_ms)
+        return True
+
+    def _deflect(
+        self,
+        request: Request,
+        node: NodeState,
+        schedule: Schedule,
+        ttft_pf: float,
+        queued_ms: float,
+    ) -> None:
+        """The request goes to a decode node, which has one prefill more then."""
+        name, prompt, total = node.node, request.prompt_tokens, schedule.total_ms
+        estimates = Estimates(ttft_pf, queued_ms + total, schedule.step_ms)
+        route = Route(name, name, schedule.chunks, estimates, "deflected")
+        self._routed.append((request, route))
+        cached = min(request.cached.get(name, 0) if request.cached else 0, prompt - 1)
+        work = PrefillWork(prompt - cached, cached)
+        state = replace(node, deflected=[*node.deflected, work])
+        self._views.put(self._views.of(node).with_deflected(state, total))
+        self._decode[name] = state
 
     def _offered(self, queue: list[Waiting]) -> list[_Offer]:
         """The front of the queue, as it stands after the last one was sent."""
@@ -323,17 +403,7 @@ class Assignment:
         offer, ttft_pf, schedule = best
         queue.pop(offer.place)
         self._offers = None
-        request = offer.request
-        total = schedule.total_ms
-        estimates = Estimates(ttft_pf, queued + total, schedule.step_ms)
-        route = Route(name, name, schedule.chunks, estimates, "deflected")
-        self._routed.append((request, route))
-        state = replace(
-            node, deflected=[*node.deflected, PrefillWork(request.prompt_tokens)]
-        )
-        if not request.cached.get(name, 0):
-            self._views.put(view.with_deflected(state, total))
-        self._decode[name] = state
+        self._deflect(offer.request, node, schedule, ttft_pf, queued)
         return policy.several
 
     def _best_offer(

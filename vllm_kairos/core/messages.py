@@ -192,6 +192,10 @@ class StateReport(msgspec.Struct, frozen=True, kw_only=True):
         errors: By phase (``prefill``, ``decode``, ``mixed``) the mean error
             and the mean absolute error of recent predictions, percent of the
             measured latency.
+        prefix_caching: The engine keeps the KV of finished prompts.
+        cached: ``(ticket, tokens)``: how much of a prompt, of those it
+            computes itself, was found in its cache when it was begun; newest
+            last, the last `MOST_ADMITTED` of them.
     """
 
     engine_id: str
@@ -218,6 +222,8 @@ class StateReport(msgspec.Struct, frozen=True, kw_only=True):
     step_remaining_ms: float = 0.0
     limit_ms: float | None = None
     errors: dict[str, tuple[float, float]] = {}
+    prefix_caching: bool = False
+    cached: list[tuple[str, int]] = []
     v: int = REPORT_VERSION
 
 

@@ -101,6 +101,11 @@ class NodeView:
             self.kv_tokens + prompt_tokens
         )
 
+    @property
+    def loaded_ms(self) -> float:
+        """Its decode step with what is here and what is expected."""
+        return self.loaded_fixed_ms + self.step_ms_per_kv_token * self.loaded_kv_tokens
+
     def queued_ms(self) -> float | None:
         """Time the prefills on a decode node still take; `None` for no end."""
         total = self._deflected_ms

@@ -64,6 +64,8 @@ class RequestPhases:
         decode_kv_tokens: KV tokens of `decoding`, ``K``. Kept incrementally;
             rejected speculative tokens make it drift until `recount`.
         admitted: Tickets taken, newest last.
+        cached: Tickets of prompts begun here, with what was found of them in
+            the prefix cache.
     """
 
     def __init__(self) -> None:
@@ -74,6 +76,7 @@ class RequestPhases:
         self.decoding: dict[str, Request] = {}
         self.decode_kv_tokens = 0
         self.admitted: deque[str] = deque(maxlen=MOST_ADMITTED)
+        self.cached: deque[tuple[str, int]] = deque(maxlen=MOST_ADMITTED)
         self._schedules: dict[str, Deflected] = {}
         self._joining: set[str] = set()
 
@@ -146,6 +149,7 @@ class RequestPhases:
         """
         scheduled = output.num_scheduled_tokens
         for new in output.scheduled_new_reqs:
+            self._note_cached(new.req_id)
             self._start(new.req_id)
         for request_id in output.scheduled_cached_reqs.resumed_req_ids:
             self._start(request_id)
@@ -194,6 +198,15 @@ class RequestPhases:
                 self.decode_kv_tokens += request.num_computed_tokens
             self.decoding[request_id] = request
         return load
+
+    def _note_cached(self, request_id: str) -> None:
+        """A request is begun; what it had then was in the prefix cache."""
+        held = self.deflected.get(request_id)
+        request = held.request if held else self.waiting.get(request_id)
+        if request is not None:
+            ticket = ticket_of(request.kv_transfer_params)
+            if ticket is not None:
+                self.cached.append((ticket, max(0, request.num_cached_tokens)))
 
     def _start(self, request_id: str) -> None:
         """A request is scheduled for the first time, or again."""

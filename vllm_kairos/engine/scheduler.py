@@ -214,6 +214,10 @@ class KairosMixin(Scheduler):
         if granted == 0:
             granted = self._past_target(request, held, tokens)
             share = None
+            if granted == 0 and computed and _tells_of_prompt(request):
+                # vLLM's worker drops a request that a step leaves out, and with
+                # it the log-probabilities of the prompt so far.
+                granted = 1
         if granted and share is None:
             load.add_prefill(granted, computed)
             load.guarded |= held is not None
@@ -306,6 +310,8 @@ class KairosMixin(Scheduler):
             steps=list(self._meter.recent),
             malformed_schedules=self._malformed,
             guard_overrides=self._overrides,
+            prefix_caching=self.kv_cache_manager.enable_caching,
+            cached=list(phases.cached),
         )
 
     def _limit_ms(self) -> float | None:
@@ -356,6 +362,12 @@ def _chunk_rule(settings: EngineSettings, model: StepModel | None) -> ChunkRule:
         return PlannedRule()
     feedback = Feedback(settings.tau_ms, settings.beta, late_share=settings.late_share)
     return AdaptiveRule(model, feedback, settings.smallest_chunk_tokens)
+
+
+def _tells_of_prompt(request: Request) -> bool:
+    """Whether the answer holds log-probabilities of the prompt."""
+    sampling = request.sampling_params
+    return sampling is not None and sampling.prompt_logprobs is not None
 
 
 def _refit_command(vllm_config: Any, settings: EngineSettings) -> str:

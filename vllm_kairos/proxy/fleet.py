@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from vllm_kairos.core.fleet import Fleet, NodeState, PrefillWork
@@ -13,6 +14,7 @@ from vllm_kairos.core.profile import Profile
 from vllm_kairos.core.step_model import StepModel
 from vllm_kairos.proxy.flags import ProxySettings
 from vllm_kairos.proxy.ledger import Kind, LinkLedger, NodeLedger
+from vllm_kairos.proxy.residency import Residency
 
 _MOST_OLD_INCARNATIONS = 64
 #: A process silent for so long has gone, whatever its successor's clock says.
@@ -30,6 +32,7 @@ class Node:
         received_s: When it came, on the proxy's monotonic clock.
         ledger: What was dispatched to it and has not finished.
         up: False while it is believed dead.
+        residency: Prefixes believed to be in its KV cache.
         link_ledger: KV on its way over its link, where the profile has one.
     """
 
@@ -39,6 +42,7 @@ class Node:
     received_s: float = float("-inf")
     ledger: NodeLedger = field(default_factory=NodeLedger)
     up: bool = True
+    residency: Residency = field(default_factory=Residency)
     link_ledger: LinkLedger | None = None
     _model: StepModel | None = None
     _link: LinkModel | None = None
@@ -87,6 +91,7 @@ class Node:
             of a process that has since been replaced.
         """
         last = self.report
+        restarted = last is not None and report.incarnation != last.incarnation
         if last is not None and report.incarnation == last.incarnation:
             if report.seq <= last.seq:
                 return False
@@ -106,6 +111,7 @@ class Node:
         self.received_s = now_s
         self._read(report)
         self.ledger.observe(report, now_s)
+        self.residency.observe(report, restarted)
         return True
 
     def state(self, now_s: float, max_age_s: float) -> NodeState:
@@ -180,10 +186,8 @@ class Node:
                 continue
             if self._sent_s is None:
                 self._sent_s = entry.sent_s
-            if entry.kind is Kind.PREFILL:
-                prefills.append(PrefillWork(entry.tokens))
-            else:
-                deflected.append(PrefillWork(entry.tokens))
+            work = PrefillWork(entry.tokens - entry.cached, entry.cached)
+            (prefills if entry.kind is Kind.PREFILL else deflected).append(work)
         state.free_kv_tokens = max(0, state.free_kv_tokens)
         state.prefills = prefills
         state.deflected = deflected
@@ -231,6 +235,21 @@ class ProxyFleet:
 
     def __getitem__(self, address: str) -> Node:
         return self._nodes[address]
+
+    def cached(self, prefixes: Sequence[int], tokens: int) -> dict[str, int]:
+        """Tokens of a prompt by node that are believed to be in its KV cache.
+
+        Args:
+            prefixes: `prefix_hashes` of the prompt.
+            tokens: Its length.
+        """
+        found: dict[str, int] = {}
+        if prefixes:
+            for address, node in self._nodes.items():
+                held = node.residency.cached_tokens(prefixes, tokens)
+                if held:
+                    found[address] = held
+        return found
 
     def nodes(self) -> list[Node]:
         """Every node once."""

@@ -88,6 +88,8 @@ class Dispatcher:
                 state = self._prefill_node(job, fleet)
                 return await self._prefill_only(job, self._service.fleet[state.node])
             return await self._alone(job, "whole", self._decode_node(job, fleet))
+        length = job.length
+        job.cached = self._service.fleet.cached(length.prefixes, length.tokens)
         if self.late is None:
             bound: Route | None = self._route(job, fleet)
         else:
@@ -102,7 +104,7 @@ class Dispatcher:
             node = self._service.fleet[route.decode]
             params = None
             if route.chunks:
-                params = self._scheduled(job, route.chunks)
+                params = self._scheduled(job, node, route.chunks)
             return await self._answer(job, node, Kind.DEFLECTED, params)
         job.predicted_ms = route.estimates.ttft_prefill_ms
         if job.body.prefill_only:
@@ -180,7 +182,7 @@ class Dispatcher:
         service = self._service
         asked = REMOTE_DECODE if self._handshake else {}
         payload = job.body.prefill_leg(self._named(job, node, asked))
-        node.ledger.open(job.ticket, Kind.PREFILL, job.length.tokens, time.monotonic())
+        self._open(job, node, Kind.PREFILL)
         try:
             reply = await open_reply(
                 service.session,
@@ -206,6 +208,8 @@ class Dispatcher:
             return None
         finally:
             node.ledger.close(job.ticket)
+            node.residency.over(job.ticket)
+        node.residency.note(job.length.prefixes)
         try:
             answer = decode_prefill_reply(data)
         except ValueError as error:
@@ -304,7 +308,7 @@ class Dispatcher:
 
         The entry is left open on return: `finish` closes it.
         """
-        node.ledger.open(job.ticket, kind, job.length.tokens, time.monotonic())
+        self._open(job, node, kind)
         try:
             reply = await open_reply(
                 self._service.session,
@@ -316,10 +320,23 @@ class Dispatcher:
             )
         except BaseException:
             node.ledger.close(job.ticket)
+            node.residency.over(job.ticket)
             raise
+        node.residency.over(job.ticket)
+        if reply.status == 200:
+            node.residency.note(job.length.prefixes)
         node.ledger.decoding(job.ticket, time.monotonic())
         self._stir()
         return reply
+
+    def _open(self, job: Job, node: Node, kind: Kind) -> None:
+        """Count a dispatch to a node."""
+        cached = 0
+        if kind is not Kind.AWAITING_KV:
+            cached = job.cached.get(node.address, 0)
+            node.residency.expect(job.ticket, job.length.prefixes)
+        tokens = job.length.tokens
+        node.ledger.open(job.ticket, kind, tokens, time.monotonic(), cached)
 
     def finish(self, job: Job, reply: Reply | None) -> None:
         """The request is over, whichever way."""
@@ -387,6 +404,7 @@ class Dispatcher:
             job.length.longest,
             state.budget_tokens,
             self._slo.limit_ms,
+            cached_tokens=job.cached.get(node.address, 0),
         )
         if schedule is not None:
             chunks = schedule.chunks
@@ -396,9 +414,20 @@ class Dispatcher:
             )
             steps = math.ceil(job.length.longest / smallest)
             chunks = (smallest + decodes,) * steps
-        return Kind.DEFLECTED, self._scheduled(job, chunks)
+        return Kind.DEFLECTED, self._scheduled(job, node, chunks)
 
-    def _scheduled(self, job: Job, chunks: tuple[int, ...]) -> dict[str, Any]:
+    def _scheduled(
+        self, job: Job, node: Node, chunks: tuple[int, ...]
+    ) -> dict[str, Any]:
+        cached = job.cached.get(node.address, 0)
+        if cached:
+            # The engine finds its place in a schedule by the tokens computed,
+            # from the first one on. What is cached stands for chunks as safe
+            # as the first, should it not be there any more.
+            state = self._service.state(node)
+            others = state.decodes + state.awaiting_kv
+            count = -(-cached // max(1, chunks[0] - others))
+            chunks = (chunks[0],) * min(count, _MOST_STEPS) + chunks
         slack_ms = round(job.slack_ms(self._slo.ttft_slo_ms), 1)
         return schedule_params(job.ticket, chunks, slack_ms)
 

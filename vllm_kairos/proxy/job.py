@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from multidict import CIMultiDict
 
@@ -27,6 +28,7 @@ class Job:
         label: Path it took.
         predicted_ms: TTFT the decision predicts for that path.
         route: What the policy decided, if it was asked.
+        cached: Prompt tokens by node that are believed to be in its cache.
     """
 
     body: Body
@@ -37,10 +39,16 @@ class Job:
     label: str = "kept"
     predicted_ms: float | None = None
     route: Route | None = None
+    cached: Mapping[str, int] = field(default_factory=dict)
 
     def request(self) -> Request:
         """The request as a policy sees it."""
-        return Request(self.length.tokens, self.ticket, arrival_ms=self.arrived_s * 1e3)
+        return Request(
+            self.length.tokens,
+            self.ticket,
+            arrival_ms=self.arrived_s * 1e3,
+            cached=self.cached,
+        )
 
     def slack_ms(self, ttft_slo_ms: float) -> float:
         """Time left to its TTFT target."""

@@ -26,9 +26,9 @@ HEARTBEAT_S = 0.1
 #: A look is followed by a pause so many times as long, so that a storm of
 #: reports leaves the event loop to the requests.
 _PAUSE = 4.0
-#: A request waits no longer than so many TTFT SLOs and a heartbeat, whatever
-#: its policy makes of it.
-_LONGEST_SLOS = 8.0
+#: Requests sent in one look. Where there are more the event loop gets a turn
+#: before the next look, which sees what has changed meanwhile.
+_BATCH = 32
 
 
 @dataclass(slots=True)
@@ -62,7 +62,9 @@ class LateBinder:
         self._spare_prefill = RoundRobin()
         self._spare_decode = RoundRobin()
         service.metrics.watch_queue(self.classes)
-        self._longest_s = _LONGEST_SLOS * policy.settings.ttft_slo_ms / 1e3
+        # A request waits no longer than this and a heartbeat, whatever its
+        # policy makes of it.
+        self._longest_ms = policy.oldest_ms
 
     def __len__(self) -> int:
         return len(self._held)
@@ -142,21 +144,27 @@ class LateBinder:
             # A request is served whatever a policy makes of its state.
             logger.exception("Policy %s failed, plain P/D instead", self._policy.name)
             routed = self._plain(fleet)
-        ended_s = time.monotonic()
-        self._rested_s = ended_s + _PAUSE * (ended_s - started_s)
+        took_s = time.monotonic() - started_s
         for request, route in routed:
-            self._send(request, route, started_s, (ended_s - started_s) / len(routed))
+            self._send(request, route, started_s, took_s / len(routed))
+        ended_s = time.monotonic()
+        # One that was cut short goes on as soon as others have had as long.
+        whole = len(routed) < _BATCH
+        pause = _PAUSE if whole else 1.0
+        self._rested_s = ended_s + pause * (ended_s - started_s)
+        if not whole:
+            self.stir()
 
     def _routes(self, fleet: Fleet) -> list[tuple[Request, Route | None]]:
         """What the policy sends now, and what has waited too long."""
         if not fleet.prefill or not fleet.decode:
             return [(held.request, None) for held in self._held.values()]
         routed: list[tuple[Request, Route | None]] = []
-        routed += self._policy.assign(fleet)
+        routed += self._policy.assign(fleet, _BATCH)
         sent = {request.request_id for request, _ in routed}
-        oldest_ms = fleet.now_ms - 1e3 * self._longest_s
+        oldest_ms = fleet.now_ms - self._longest_ms
         for name, held in self._held.items():
-            if held.request.arrival_ms > oldest_ms:
+            if held.request.arrival_ms > oldest_ms or len(routed) >= _BATCH:
                 break
             if name not in sent:
                 self._policy.withdraw(name)
@@ -203,10 +211,11 @@ class LateBinder:
         """Count the dispatch at once: the next look may come before it is out."""
         name, tokens = request.request_id, request.prompt_tokens
         prefill = self._service.fleet[route.prefill].ledger
+        kind = Kind.DEFLECTED if route.deflected else Kind.PREFILL
+        cached = request.cached.get(route.prefill, 0)
+        prefill.open(name, kind, tokens, now_s, cached)
         if route.deflected:
-            prefill.open(name, Kind.DEFLECTED, tokens, now_s)
             return
-        prefill.open(name, Kind.PREFILL, tokens, now_s)
         self._service.fleet[route.decode].ledger.open(
             name, Kind.EXPECTED, tokens, now_s
         )

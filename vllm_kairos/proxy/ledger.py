@@ -37,6 +37,7 @@ class Entry:
         ticket: Its name.
         kind: What it is to the node.
         tokens: Prompt tokens.
+        cached: Of those, what the node is believed to hold already.
         sent_s: When, on the proxy's monotonic clock.
         shown: A report stands for it now.
         answered_s: When its first byte came; reports show it as a decode then.
@@ -46,6 +47,7 @@ class Entry:
     kind: Kind
     tokens: int
     sent_s: float
+    cached: int = 0
     shown: bool = False
     answered_s: float | None = None
 
@@ -112,9 +114,11 @@ class NodeLedger:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def open(self, ticket: str, kind: Kind, tokens: int, now_s: float) -> None:
+    def open(
+        self, ticket: str, kind: Kind, tokens: int, now_s: float, cached: int = 0
+    ) -> None:
         """Count a dispatch from now on."""
-        self._entries[ticket] = Entry(ticket, kind, tokens, now_s)
+        self._entries[ticket] = Entry(ticket, kind, tokens, now_s, cached)
         self.version += 1
 
     def close(self, ticket: str) -> None:

@@ -134,6 +134,8 @@ class Policy(abc.ABC):
         source: Where it comes from, one line.
         blind: Routes without a look at the request or the state of a node, so
             that a caller need not count tokens for it.
+        oldest_ms: A request that has waited in the policy's queue for so long
+            is sent, whatever the policy makes of it.
         sees: What the simulator shows it: ``reports``, state as old as the
             last heartbeat; ``ledger``, the same plus what was dispatched
             since, as the live proxy has it; ``truth``, the state as it is,
@@ -151,6 +153,7 @@ class Policy(abc.ABC):
     def __init__(self, settings: Settings):
         self.settings = settings
         self.blind = False
+        self.oldest_ms = 8.0 * settings.ttft_slo_ms
 
     @abc.abstractmethod
     def route(self, request: Request, fleet: Fleet) -> Route:
@@ -196,11 +199,18 @@ class Policy(abc.ABC):
         """Take a request out of the queue: its client has left."""
         return
 
-    def assign(self, fleet: Fleet) -> list[tuple[Request, Route]]:
+    def assign(
+        self, fleet: Fleet, most: int | None = None
+    ) -> list[tuple[Request, Route]]:
         """Requests of the queue to be sent now, and where.
 
         Called whenever something has happened that could free a node, and at
         least once a heartbeat while requests wait.
+
+        Args:
+            fleet: The nodes.
+            most: No more than so many: the caller asks again, with the state
+                as it is then. All of them by default.
         """
         return []
 

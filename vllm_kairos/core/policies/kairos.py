@@ -229,12 +229,14 @@ class Kairos(Policy):
     def withdraw(self, request_id: str) -> None:
         self.queue.remove(request_id)
 
-    def assign(self, fleet: Fleet) -> list[tuple[Request, Route]]:
+    def assign(
+        self, fleet: Fleet, most: int | None = None
+    ) -> list[tuple[Request, Route]]:
         if not self.queue:
             return []
         known = [n for n in fleet.prefill if n.model is not None and n.fresh]
         if not known:
             # Nothing is known that would make waiting worth it.
-            taken = self.queue.drain()
+            taken = self.queue.drain(most)
             return [(request, self.route(request, fleet)) for request in taken]
-        return Assignment(self, fleet, known).run()
+        return Assignment(self, fleet, known).run(most)

@@ -1,0 +1,262 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Cached prefixes: what is believed of a node, and what a second turn gains."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import aiohttp
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.proxy.conftest import Cluster, MakeCluster
+from tests.proxy.stubs import report, until
+from vllm_kairos.core.fleet import Request
+from vllm_kairos.core.messages import parse_schedule, ticket_of
+from vllm_kairos.core.route import Route
+from vllm_kairos.proxy.body import CHAT, COMPLETIONS, Body
+from vllm_kairos.proxy.metrics import ProxyMetrics
+from vllm_kairos.proxy.prompt_length import PromptCounter
+from vllm_kairos.proxy.residency import PIECE_TOKENS, Residency, prefix_hashes
+
+
+def caching(**changes: Any) -> Any:
+    return report(prefix_caching=True, **changes)
+
+
+def holding(**changes: Any) -> Residency:
+    residency = Residency()
+    residency.observe(caching(**changes), False)
+    return residency
+
+
+PROMPTS = st.lists(st.integers(0, 2), min_size=1, max_size=6).map(
+    lambda parts: [part for part in parts for _ in range(PIECE_TOKENS)]
+)
+
+
+@given(kept=st.lists(PROMPTS, max_size=5), asked=PROMPTS, extra=st.integers(0, 63))
+def test_what_is_found_is_the_longest_prefix_of_any_prompt_kept(
+    kept: list[list[int]], asked: list[int], extra: int
+) -> None:
+    residency = holding()
+    for prompt in kept:
+        residency.note(prefix_hashes(prompt))
+    shared = max((_common(prompt, asked) for prompt in kept), default=0)
+    asked = asked + [9] * extra
+    expected = min(shared // PIECE_TOKENS * PIECE_TOKENS, len(asked) - 1) // 16 * 16
+    assert residency.cached_tokens(prefix_hashes(asked), len(asked)) == expected
+
+
+def _common(one: list[int], other: list[int]) -> int:
+    for place, (a, b) in enumerate(zip(one, other, strict=False)):
+        if a != b:
+            return place
+    return min(len(one), len(other))
+
+
+@given(kept=st.lists(PROMPTS, max_size=12), blocks=st.integers(0, 40))
+def test_no_more_is_believed_than_the_cache_holds(
+    kept: list[list[int]], blocks: int
+) -> None:
+    residency = holding(total_kv_blocks=blocks)
+    for prompt in kept:
+        residency.note(prefix_hashes(prompt))
+    assert len(residency) * PIECE_TOKENS <= blocks * 16
+    if kept and blocks >= 4:
+        hashes = prefix_hashes(kept[-1])
+        assert residency.cached_tokens(hashes, 10**6) >= PIECE_TOKENS
+
+
+def test_the_least_recently_used_goes_first_and_the_end_before_the_beginning() -> None:
+    old, new = prefix_hashes([1] * 256), prefix_hashes([2] * 128)
+    residency = holding(total_kv_blocks=16)  # Four pieces.
+    residency.note(old)
+    residency.note(new)
+    assert residency.cached_tokens(old, 1000) == 128
+    assert residency.cached_tokens(new, 1000) == 128
+
+
+def test_whole_blocks_of_the_node_count_and_never_the_last_token() -> None:
+    hashes = prefix_hashes([1] * 128)
+    residency = holding(block_size=48)
+    residency.note(hashes)
+    assert residency.cached_tokens(hashes, 1000) == 96
+    assert residency.cached_tokens(hashes, 96) == 48
+
+
+def test_salt_and_model_tell_equal_tokens_apart() -> None:
+    tokens = [1] * 64
+    assert prefix_hashes(tokens, ("m", "a")) != prefix_hashes(tokens, ("m", "b"))
+
+
+def test_an_engine_that_does_not_cache_or_does_not_say_so_holds_nothing() -> None:
+    hashes = prefix_hashes([1] * 128)
+    for said in (None, report()):
+        residency = Residency()
+        if said is not None:
+            residency.observe(said, False)
+        residency.note(hashes)
+        assert residency.cached_tokens(hashes, 1000) == 0
+    residency = holding()
+    residency.note(hashes)
+    residency.observe(report(seq=2), False)
+    assert residency.cached_tokens(hashes, 1000) == 0
+
+
+def test_a_prefix_that_was_not_found_is_gone_and_all_that_is_older_with_it() -> None:
+    first, second, third = (prefix_hashes([n] * 256) for n in (1, 2, 3))
+    residency = holding()
+    for hashes in (first, second, third):
+        residency.note(hashes)
+    residency.expect("t", second)
+    residency.observe(caching(seq=2, cached=[("t", 0), ("other", 0)]), False)
+    left = [residency.cached_tokens(h, 1000) for h in (first, second, third)]
+    assert left == [0, 0, 256]
+    # What was computed again meanwhile is not taken away by a late word.
+    residency.note(first)
+    residency.expect("u", first)
+    residency.note(first)
+    residency.observe(caching(seq=3, cached=[("u", 0)]), False)
+    assert residency.cached_tokens(first, 1000) == 256
+
+
+async def prefixes(body: dict[str, Any], path: str = COMPLETIONS) -> tuple[int, ...]:
+    import json
+
+    counter = PromptCounter(None, ProxyMetrics())
+    return (await counter.count(Body(json.dumps(body).encode(), path))).prefixes
+
+
+async def test_only_prompts_whose_tokens_are_all_of_them_have_prefixes() -> None:
+    ids = list(range(200))
+    plain = await prefixes({"prompt": ids})
+    assert len(plain) == 3
+    assert await prefixes({"prompt": ids, "cache_salt": "s"}) != plain
+    assert await prefixes({"prompt": ids, "truncate_prompt_tokens": 100}) == ()
+    assert await prefixes({"prompt": "text"}) == ()
+    assert await prefixes({"prompt": [ids, ids]}) == ()
+    for odd in ([1, "a"] * 50, [1 << 70] * 80, [1.5, *ids], [None, *ids]):
+        assert await prefixes({"prompt": odd}) == ()
+    assert await prefixes({"prompt": ids, "cache_salt": {"a": 1}}) == ()
+    assert await prefixes({"messages": []}, CHAT) == ()
+
+
+TURN_1 = list(range(1000, 1640))
+TURN_2 = [*TURN_1, *range(5000, 5060)]
+
+
+class Seen:
+    """What the policy was shown and what it answered."""
+
+    def __init__(self, c: Cluster, monkeypatch: pytest.MonkeyPatch):
+        self.requests: list[Request] = []
+        self.routes: list[Route] = []
+        policy = c.proxy.kairos._dispatcher._policy  # type: ignore[attr-defined]
+        plain = policy.route
+
+        def route(request: Request, fleet: Any) -> Route:
+            self.requests.append(request)
+            self.routes.append(plain(request, fleet))
+            return self.routes[-1]
+
+        monkeypatch.setattr(policy, "route", route)
+
+
+async def ask(c: Cluster, client: aiohttp.ClientSession, prompt: list[int]) -> str:
+    body = {"prompt": prompt, "max_tokens": 8}
+    async with client.post(f"{c.url}/v1/completions", json=body) as answer:
+        assert answer.status == 200
+        await answer.read()
+        return answer.headers["x-kairos-route"]
+
+
+async def conversing(cluster: MakeCluster, prefix_caching: bool = True) -> Cluster:
+    """Two decode nodes; a prefill node busy enough that turns are deflected."""
+    c = cluster(1, 2, "kairos", True, True, policy_options={"dispatch": "eager"})
+    c.prefill[0].state = report(prefills=[(3000, 0)], prefix_caching=prefix_caching)
+    c.decode[0].state = report(decodes=2, prefix_caching=prefix_caching)
+    c.decode[1].state = report(decodes=1, prefix_caching=prefix_caching)
+    await c.reports_arrived()
+    fleet = c.proxy.kairos.service.fleet  # type: ignore[attr-defined]
+    await until(lambda: fleet[c.decode[1].address].report.decodes == 1)
+    await until(lambda: fleet[c.decode[0].address].report.decodes == 2)
+    await until(lambda: bool(fleet[c.prefill[0].address].report.prefills))
+    return c
+
+
+async def test_a_second_turn_is_estimated_and_routed_with_its_cached_prefix(
+    cluster: MakeCluster,
+    client: aiohttp.ClientSession,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    c = await conversing(cluster)
+    seen = Seen(c, monkeypatch)
+    assert await ask(c, client, TURN_1) == "deflected"
+    first = next(s for s in c.decode if s.requests)
+    assert await ask(c, client, TURN_2) == "deflected"
+    assert seen.requests[0].cached == {}
+    assert seen.requests[1].cached == {first.address: 640}
+    assert [route.decode for route in seen.routes] == [first.address] * 2
+    # The profile: a step of 10 ms and 0.1 ms a token. 640 tokens, then 60.
+    before, after = (r.estimates.ttft_decode_ms for r in seen.routes)
+    assert before == pytest.approx(84.0) and after == pytest.approx(16.0)
+    # The schedule is right whether the prefix is there or not: its place is
+    # told by tokens computed from the first one on.
+    params = first.bodies()[1]["kv_transfer_params"]
+    schedule = parse_schedule(params)
+    assert schedule is not None and ticket_of(params) == schedule.ticket
+    others = first.state.decodes  # type: ignore[union-attr]
+    assert sum(chunk - others for chunk in schedule.chunks[:-1]) >= 640
+    # To another node the prefix would have to be computed again.
+    assert len(first.requests) == 2
+
+
+@pytest.mark.parametrize("how", ["restarted", "off", "evicted"])
+async def test_a_node_that_lost_its_cache_is_believed_to_hold_nothing(
+    cluster: MakeCluster,
+    client: aiohttp.ClientSession,
+    monkeypatch: pytest.MonkeyPatch,
+    how: str,
+) -> None:
+    c = await conversing(cluster, prefix_caching=how != "off")
+    seen = Seen(c, monkeypatch)
+    await ask(c, client, TURN_1)
+    first = next(s for s in c.decode if s.requests)
+    node = c.proxy.kairos.service.fleet[first.address]  # type: ignore[attr-defined]
+    assert bool(len(node.residency)) == (how != "off")
+    if how == "restarted":
+        first.state = report(
+            decodes=1, prefix_caching=True, incarnation="two", time_s=2e12
+        )
+        await until(lambda: node.report.incarnation == "two")
+    elif how == "evicted":
+        node.residency.expect("t", prefix_hashes(TURN_1, (None, None)))
+        first.state = report(decodes=1, prefix_caching=True, cached=[("t", 0)])
+        await until(lambda: node.report.cached == [("t", 0)])
+    await ask(c, client, TURN_2)
+    assert seen.requests[1].cached == {}
+    assert seen.routes[1].estimates.ttft_decode_ms > 80.0
+
+
+async def test_a_prefill_node_and_the_decode_node_that_fetched_both_hold_it(
+    cluster: MakeCluster,
+    client: aiohttp.ClientSession,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    c = cluster(2, 1, "kairos", True, True, policy_options={"dispatch": "eager"})
+    full = {"free_kv_blocks": 0, "decodes": 64}
+    c.decode[0].state = report(prefix_caching=True, **full)
+    for stub in c.prefill:
+        stub.state = report(prefix_caching=True)
+    await c.reports_arrived()
+    fleet = c.proxy.kairos.service.fleet  # type: ignore[attr-defined]
+    await until(lambda: fleet[c.decode[0].address].report.decodes == 64)
+    seen = Seen(c, monkeypatch)
+    assert await ask(c, client, TURN_1) == "kept"
+    holder = next(s for s in c.prefill if s.requests)
+    assert await ask(c, client, TURN_2) == "kept"
+    assert seen.requests[1].cached == {holder.address: 640, c.decode[0].address: 640}
+    assert seen.routes[1].prefill == holder.address
+    assert len(holder.requests) == 2
