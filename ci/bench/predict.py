@@ -18,7 +18,8 @@ import timeit
 
 import numpy as np
 
-from vllm_kairos.core.step_model import Predictor, StepModel
+from vllm_kairos.core.predictor import Predictor
+from vllm_kairos.core.step_model import StepModel
 
 STEP_BUDGET_US = 2.0
 ROWS = 1_000_000

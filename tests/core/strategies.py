@@ -6,7 +6,8 @@ from __future__ import annotations
 from hypothesis import strategies as st
 
 from vllm_kairos.core.fleet import NodeState, PrefillWork
-from vllm_kairos.core.step_model import Predictor, StepModel
+from vllm_kairos.core.predictor import Predictor
+from vllm_kairos.core.step_model import StepModel
 
 
 def _term(most: float) -> st.SearchStrategy[float]:

@@ -12,13 +12,14 @@ from vllm_kairos.core.decision import decide
 from vllm_kairos.core.fleet import Fleet, NodeState, PrefillWork, Request
 from vllm_kairos.core.policies import make_policy
 from vllm_kairos.core.policies.disagg import least_loaded_decode, least_ttft
+from vllm_kairos.core.predictor import Predictor
 from vllm_kairos.core.schedule import (
     Schedule,
     closed_form_schedule,
     paper_schedule,
 )
 from vllm_kairos.core.settings import Settings
-from vllm_kairos.core.step_model import Predictor, StepModel
+from vllm_kairos.core.step_model import StepModel
 
 ALGORITHM_1 = [
     ("kairos", {}),

@@ -22,10 +22,11 @@ from vllm_kairos.core.fleet import Fleet, NodeState, PrefillWork, Request
 from vllm_kairos.core.link import LinkModel
 from vllm_kairos.core.policies.disagg import least_loaded_decode
 from vllm_kairos.core.policies.kairos import Kairos
+from vllm_kairos.core.predictor import Predictor
 from vllm_kairos.core.prefill import PrefillQueue, drain_ms, ttft_prefill_ms
 from vllm_kairos.core.route import Route
 from vllm_kairos.core.settings import Settings
-from vllm_kairos.core.step_model import Predictor, StepModel
+from vllm_kairos.core.step_model import StepModel
 
 A100 = StepModel(
     prefill=Predictor({"1": 8.0, "c": 0.031, "cp": 1.9e-6, "cc": 9.5e-7}),

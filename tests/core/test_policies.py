@@ -10,8 +10,9 @@ from vllm_kairos.core.link import LinkModel
 from vllm_kairos.core.policies import make_policy, policies
 from vllm_kairos.core.policies.base import Decoding, PlanContext
 from vllm_kairos.core.policies.mixed import mixed_ttft_ms
+from vllm_kairos.core.predictor import Predictor
 from vllm_kairos.core.settings import Settings
-from vllm_kairos.core.step_model import Predictor, StepModel
+from vllm_kairos.core.step_model import StepModel
 
 MODEL = StepModel(
     prefill=Predictor({"1": 8.0, "c": 0.03, "cp": 2e-6, "cc": 1e-6}),

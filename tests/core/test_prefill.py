@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from tests.core.strategies import step_models
 from vllm_kairos.core.fleet import NodeState, PrefillWork
 from vllm_kairos.core.link import LinkModel
+from vllm_kairos.core.predictor import Predictor
 from vllm_kairos.core.prefill import (
     drain_ms,
     prefill_paper_ms,
@@ -19,7 +20,7 @@ from vllm_kairos.core.prefill import (
     ttft_prefill_ms,
     ttft_prefill_paper_ms,
 )
-from vllm_kairos.core.step_model import Predictor, StepModel
+from vllm_kairos.core.step_model import StepModel
 
 ZERO = Predictor({})
 #: 3 ms + 0.5 ms a token + 0.001 ms a token and cached token.

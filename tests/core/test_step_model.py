@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_kairos.core.step_model import TERMS, Predictor, StepModel, feature_matrix
+from vllm_kairos.core.predictor import TERMS, Predictor, feature_matrix
+from vllm_kairos.core.step_model import StepModel
 
 _SIZES = {"1": 20, "B": 0.5, "K": 1e-4, "c": 0.05, "p": 1e-3, "n": 5}
 _SIZES |= {"cp": 1e-5, "cc": 1e-5, "cB": 1e-4, "cK": 1e-7}

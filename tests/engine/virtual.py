@@ -45,8 +45,9 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from vllm_kairos.core.messages import schedule_params
+from vllm_kairos.core.predictor import Predictor
 from vllm_kairos.core.step_load import StepLoad
-from vllm_kairos.core.step_model import Predictor, StepModel
+from vllm_kairos.core.step_model import StepModel
 from vllm_kairos.engine.scheduler import AsyncKairosScheduler, KairosScheduler
 
 BLOCK_SIZE = 16

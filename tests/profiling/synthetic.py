@@ -7,7 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
-from vllm_kairos.core.step_model import Predictor, StepModel
+from vllm_kairos.core.predictor import Predictor
+from vllm_kairos.core.step_model import StepModel
 from vllm_kairos.profiling.steps import Steps
 
 COLUMNS = (

@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 
 from tests.profiling.synthetic import TRUTH, synthetic_steps
-from vllm_kairos.core.step_model import TERMS, Predictor, StepModel
+from vllm_kairos.core.predictor import TERMS, Predictor
+from vllm_kairos.core.step_model import StepModel
 from vllm_kairos.files import UserError
 from vllm_kairos.profiling import clean
 from vllm_kairos.profiling.errors import PHASES, predict, summarise

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 from vllm_kairos.core.link import LinkModel
 from vllm_kairos.core.policies import make_policy
+from vllm_kairos.core.predictor import Predictor
 from vllm_kairos.core.settings import Settings
 from vllm_kairos.core.step_load import StepLoad
-from vllm_kairos.core.step_model import Predictor, StepModel
+from vllm_kairos.core.step_model import StepModel
 from vllm_kairos.files import UserError
 from vllm_kairos.sim.cluster import Cluster, ClusterSettings, ModelError, SimNode
 from vllm_kairos.sim.engine_request import UserRequest

@@ -12,7 +12,8 @@ from typing import Literal
 import msgspec
 
 from vllm_kairos.core.link import LinkModel
-from vllm_kairos.core.step_model import Combine, Predictor, StepModel
+from vllm_kairos.core.predictor import Predictor
+from vllm_kairos.core.step_model import Combine, StepModel
 
 PROFILE_FORMAT = "vllm-kairos-profile"
 PROFILE_VERSION = 1
@@ -22,7 +23,7 @@ class FittedPredictor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One predictor with what is known of its error.
 
     Attributes:
-        terms: Milliseconds per unit of each term of `step_model.TERMS`.
+        terms: Milliseconds per unit of each term of `predictor.TERMS`.
         steps: Steps it was fitted on.
         ranges: Least and greatest value seen of ``B``, ``K``, ``c``, ``p``,
             ``n``.

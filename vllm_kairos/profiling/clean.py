@@ -14,7 +14,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from vllm_kairos.core.step_model import Array
+from vllm_kairos.core.predictor import Array
 from vllm_kairos.profiling.steps import Steps
 
 Mask = npt.NDArray[np.bool_]

@@ -15,7 +15,8 @@ from collections.abc import Iterable
 import numpy as np
 import numpy.typing as npt
 
-from vllm_kairos.core.step_model import Array, StepModel
+from vllm_kairos.core.predictor import Array
+from vllm_kairos.core.step_model import StepModel
 from vllm_kairos.profiling.steps import Steps
 
 PHASES = ("prefill", "decode", "mixed")

@@ -16,15 +16,9 @@ import numpy.typing as npt
 from sklearn.linear_model import LinearRegression
 from sklearn.model_selection import KFold
 
+from vllm_kairos.core.predictor import TERMS, Array, Predictor, feature_matrix
 from vllm_kairos.core.profile import FittedPredictor
-from vllm_kairos.core.step_model import (
-    TERMS,
-    Array,
-    Combine,
-    Predictor,
-    StepModel,
-    feature_matrix,
-)
+from vllm_kairos.core.step_model import Combine, StepModel
 from vllm_kairos.files import UserError
 from vllm_kairos.profiling import clean
 from vllm_kairos.profiling.errors import (
@@ -42,7 +36,7 @@ class Form:
 
     Attributes:
         name: Its name in profiles and reports.
-        terms: Terms of `step_model.TERMS` it uses.
+        terms: Terms of `predictor.TERMS` it uses.
         combine: How a mixed predictor joins the decode step.
     """
 

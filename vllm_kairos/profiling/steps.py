@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from vllm_kairos.core.step_model import Array, feature_matrix
+from vllm_kairos.core.predictor import Array, feature_matrix
 from vllm_kairos.files import UserError
 
 #: Columns a step record must have, with the letter each is known by.
@@ -89,7 +89,7 @@ class Steps:
         return mask
 
     def features(self) -> Array:
-        """Columns of `step_model.TERMS`, shape ``(steps, terms)``."""
+        """Columns of `predictor.TERMS`, shape ``(steps, terms)``."""
         return feature_matrix(
             self.decodes,
             self.decode_kv_tokens,
