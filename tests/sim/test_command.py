@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from vllm_kairos.cli import main
+from vllm_kairos.sim.paper_sections import spread
 
 FAST = ["--requests", "60", "--no-progress", "--jobs", "1"]
 
@@ -212,3 +213,11 @@ def test_paper_writes_its_report_summary_and_figures(tmp_path: Path) -> None:
         assert (out / f"figure{figure}.png").stat().st_size > 5000
     summary = json.loads((out / "summary.json").read_text())
     assert {m["policy"] for m in summary["table_4"]} >= {"oracle", "sl:length=512"}
+
+
+def test_a_count_of_a_rare_event_is_told_with_its_spread() -> None:
+    told = spread([6, 7, 8, 20], 7)
+    assert (told["min"], told["max"], told["within_15_percent"]) == (6, 20, 0.75)
+    low, high = told["ci95"]
+    assert 6 <= low < 10.25 < high <= 20
+    assert spread([3, 3, 3], 3)["ci95"] == [3.0, 3.0]

@@ -32,9 +32,9 @@ from vllm_kairos.sim.options import (
     parse_numbers,
     profile_of,
 )
+from vllm_kairos.sim.paper_lab import Lab
 from vllm_kairos.sim.paper_sections import (
     FIGURE_GB_PER_S,
-    Lab,
     figures,
     sensitivity,
     table_1,

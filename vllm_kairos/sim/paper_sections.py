@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
-from vllm_kairos.core.settings import Settings
+import numpy as np
+
 from vllm_kairos.sim import paper_numbers as printed
-from vllm_kairos.sim.cells import Cell, WorkloadSpec, run_cells
-from vllm_kairos.sim.cluster import ClusterSettings, ModelError
-from vllm_kairos.sim.options import parse_policy
+from vllm_kairos.sim.cluster import ModelError
+from vllm_kairos.sim.paper_lab import Case, Lab
 from vllm_kairos.sim.plots import bars, lines
-from vllm_kairos.sim.results import mean_of
 from vllm_kairos.sim.tables import number, table
 from vllm_kairos.sim.workload import WORKLOADS, fit_table
 
@@ -27,63 +26,6 @@ FIGURE_POLICIES = ("disagg", "taichi", "kairos-paper", "kairos")
 TABLE_GB_PER_S = 0.60
 FIGURE_GB_PER_S = 3.0
 ERRORS = ((0.0, 0.0), (0.05, 0.0), (0.1, 0.0), (-0.1, 0.0), (0.0, 0.02), (0.0, 0.05))
-
-
-@dataclass
-class Lab:
-    """What every experiment shares.
-
-    Attributes:
-        cluster: 2P2D with the profile, links aside.
-        settings: The paper's SLOs and margins.
-        seeds: Paired over policies and rates.
-        requests: Of a run of the figures.
-        jobs: Worker processes.
-        progress: Show bars.
-    """
-
-    cluster: ClusterSettings
-    settings: Settings
-    seeds: Sequence[int]
-    requests: int
-    jobs: int
-    progress: bool
-
-    def at(self, gb_per_s: float) -> ClusterSettings:
-        """The cluster with links of a bandwidth."""
-        assert self.cluster.link is not None
-        link = replace(self.cluster.link, bytes_per_s=gb_per_s * 1e9)
-        return replace(self.cluster, link=link)
-
-    def means(
-        self,
-        what: str,
-        cases: Sequence[tuple[str, float | None, str, int, ClusterSettings]],
-    ) -> list[dict[str, Any]]:
-        """Mean over seeds of each (policy, rate, workload, requests, cluster)."""
-        cells = [
-            Cell(
-                parse_policy(policy, self.settings),
-                rate,
-                seed,
-                WorkloadSpec(workload, requests),
-                cluster,
-                self.settings,
-            )
-            for policy, rate, workload, requests, cluster in cases
-            for seed in self.seeds
-        ]
-        shown = what if self.progress else None
-        runs = [run for run, _ in run_cells(cells, self.jobs, progress=shown)]
-        out = []
-        for place, (policy, rate, workload, _, _) in enumerate(cases):
-            part = runs[place * len(self.seeds) : (place + 1) * len(self.seeds)]
-            keys = ("policy", "rate", "seed")
-            values = mean_of(
-                {k: v for k, v in run.items() if k not in keys} for run in part
-            )
-            out.append({"policy": policy, "rate": rate, "workload": workload, **values})
-        return out
 
 
 def _beside(ours: float | None, paper: float, digits: int) -> str:
@@ -102,6 +44,39 @@ def off(ours: float, paper: float) -> str:
     if abs(share) < 0.005:
         return "as in the paper"
     return f"{abs(100 * share):.0f} % {'above' if share > 0 else 'below'}"
+
+
+def spread(counts: Sequence[int], paper: float) -> dict[str, Any]:
+    """How far single runs are from a count that the paper has of one run.
+
+    Args:
+        counts: One a seed.
+        paper: The paper's.
+
+    Returns:
+        ``ci95`` of the mean (bootstrap over seeds), ``min``, ``max``, and
+        ``within_15_percent``: the share of seeds so close to the paper's.
+    """
+    values = np.array(counts, dtype=np.float64)
+    rng = np.random.default_rng(0)
+    means = values[rng.integers(0, len(values), (2000, len(values)))].mean(axis=1)
+    return {
+        "ci95": [float(q) for q in np.percentile(means, [2.5, 97.5])],
+        "min": int(values.min()),
+        "max": int(values.max()),
+        "within_15_percent": float(np.mean(np.abs(values - paper) <= 0.15 * paper)),
+    }
+
+
+def _in_words(counts: Mapping[str, Any]) -> str:
+    if counts["min"] == counts["max"]:
+        return ""
+    low, high = counts["ci95"]
+    return (
+        f" (95 % interval of the mean {low:.1f} to {high:.1f}, single runs "
+        f"{counts['min']} to {counts['max']}, "
+        f"{100 * counts['within_15_percent']:.0f} % of them within 15 % of the paper's)"
+    )
 
 
 def table_1(lab: Lab, summary: dict[str, Any], directory: str) -> str:
@@ -175,11 +150,12 @@ def table_4(lab: Lab, summary: dict[str, Any], directory: str) -> str:
     """Static policies and Oracle, with Figure 2."""
     cluster = lab.at(TABLE_GB_PER_S)
     rate = WORKLOADS["bursty"].rate_rps
-    cases = [(p, rate, "bursty", 1200, cluster) for p in printed.TABLE_4]
-    means = lab.means("Table 4", cases)
+    cases: list[Case] = [(p, rate, "bursty", 1200, cluster) for p in printed.TABLE_4]
+    runs = lab.runs("Table 4", cases)
+    means = lab.means("Table 4", cases, runs)
     summary["table_4"] = means
     rows, words = [], []
-    for mean in means:
+    for mean, part in zip(means, runs, strict=True):
         paper = printed.TABLE_4[mean["policy"]]
         name = printed.TABLE_4_NAMES[mean["policy"]]
         ours = (
@@ -190,9 +166,13 @@ def table_4(lab: Lab, summary: dict[str, Any], directory: str) -> str:
         )
         cells = [_beside(o, p, 1) for o, p in zip(ours, paper, strict=True)]
         rows.append([name, *cells])
+        mean["deflections_spread"] = counts = spread(
+            [run["deflections"] for run in part], paper[0]
+        )
         words.append(
-            f"- {name}: deflections {off(round(ours[0], 1), paper[0])}, P95 TTFT "
-            f"{off(ours[1], paper[1])}, attainment {ours[3] - paper[3]:+.1f} points."
+            f"- {name}: deflections {off(round(ours[0], 1), paper[0])}"
+            f"{_in_words(counts)}, P95 TTFT {off(ours[1], paper[1])}, attainment "
+            f"{ours[3] - paper[3]:+.1f} points."
         )
     names = [printed.TABLE_4_NAMES[m["policy"]] for m in means]
 
