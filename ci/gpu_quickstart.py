@@ -27,6 +27,11 @@ _ALONE = ("--enforce-eager",)
 class GpuEngineSpec(EngineSpec):
     """An engine on the GPU of its number: prefill engines come first."""
 
+    @property
+    def computing_core(self) -> int | None:
+        """Its number is that of a GPU: any core."""
+        return None
+
     def command(self) -> list[str]:
         """``vllm serve`` and its arguments, for a GPU."""
         words = super().command()
@@ -39,6 +44,7 @@ class GpuEngineSpec(EngineSpec):
             "kv_connector": "NixlConnector",
             "kv_role": self.role,
             "kv_buffer_device": "cuda",
+            "kv_load_failure_policy": "recompute",
         }
         return [*words, "--kv-transfer-config", json.dumps(transfer)]
 

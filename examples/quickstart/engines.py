@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -10,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from quickstart.processes import Server, layer
 
@@ -66,6 +69,11 @@ class EngineSpec:
     def report_address(self) -> str:
         """ZMQ address of its state reports."""
         return f"tcp://127.0.0.1:{self.report_port}"
+
+    @property
+    def computing_core(self) -> int | None:
+        """CPU core that its model is computed on, `None` for any."""
+        return self.core
 
     def command(self) -> list[str]:
         """``vllm serve`` and its arguments."""
@@ -135,6 +143,30 @@ class Engine(Server):
             log,
             spec.engine_environment(),
         )
+        self._placed = False
+
+    def is_ready(self) -> bool:
+        """Whether it answers; its threads are where they should be by then."""
+        ready = super().is_ready()
+        if ready and not self._placed:
+            self._place_threads()
+            self._placed = True
+        return ready
+
+    def _place_threads(self) -> None:
+        # On the CPU vLLM's NixlConnector binds the thread that loads it to the
+        # last core of its NUMA node, and with it the model's computation and
+        # every thread started from there on. Two engines of one machine would
+        # share that core, and an engine's input thread can then wait seconds
+        # for its turn. Only the computation is bound, each to its own core.
+        everywhere = os.sched_getaffinity(0)
+        core = self.spec.computing_core
+        for process in psutil.Process(self.pid).children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
+                for thread in process.threads():
+                    os.sched_setaffinity(thread.id, everywhere)
+                if core is not None and process.name().startswith("VLLM::EngineCor"):
+                    os.sched_setaffinity(process.pid, {core})
 
 
 def core_for(index: int) -> int:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import csv
+import os
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -11,8 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 
+from quickstart.engines import core_for
 from tests.cluster.client import ask, prompt_ids
 from tests.conftest import Cluster
 from vllm_kairos.core.messages import schedule_params
@@ -156,6 +159,10 @@ class Decodes:
             time.sleep(0.1)
         raise AssertionError("the decodes did not start")
 
+    def in_flight(self) -> int:
+        """How many have not ended."""
+        return sum(thread.is_alive() for thread in self._threads)
+
     def __exit__(self, *_: object) -> None:
         for thread in self._threads:
             thread.join()
@@ -183,17 +190,12 @@ def test_steps_of_a_deflected_prefill_hold_exactly_chi(cluster: Cluster) -> None
 def test_late_joiner_decodes_in_the_next_step(cluster: Cluster) -> None:
     before = len(rows_since(records(cluster), 0))
     pd_url = cluster.proxy("round_robin").url
-    # The first transfers between two engines pay for their handshake.
-    for seed in (1040, 1041):
-        ask(pd_url, cluster.model, prompt_ids(64, seed))
     with Decodes(cluster, 2):
         long = threading.Thread(
             target=ask,
             args=(cluster.decode.url, cluster.model, prompt_ids(12_000, 1042)),
             kwargs={"kv_transfer_params": schedule_params("joiner", [66] * 200)},
         )
-        time.sleep(1.0)
-        ask(pd_url, cluster.model, prompt_ids(70, 1044))
         long.start()
         time.sleep(0.2)
         joiner = ask(pd_url, cluster.model, prompt_ids(70, 1043), max_tokens=20)
@@ -206,6 +208,37 @@ def test_late_joiner_decodes_in_the_next_step(cluster: Cluster) -> None:
     # The joiner came while the deflected prefill went on beside it.
     assert 3 in counts and counts.index(3) > 0, counts
     assert all(s["c"] + s["B"] <= 66 for s in chunks)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_pd_request_is_served_while_decodes_are_in_flight(
+    cluster: Cluster, seed: int
+) -> None:
+    with Decodes(cluster, 2) as decodes:
+        pd = ask(cluster.proxy("round_robin").url, cluster.model, prompt_ids(70, seed))
+        assert pd.route == "kept"
+        assert decodes.in_flight() == 2
+
+
+def test_every_engine_computes_on_its_own_core(cluster: Cluster) -> None:
+    cores = []
+    for engine in (cluster.prefill, cluster.decode):
+        (core,) = (
+            process
+            for process in psutil.Process(engine.pid).children(recursive=True)
+            if process.name().startswith("VLLM::EngineCor")
+        )
+        cores.append(os.sched_getaffinity(core.pid))
+        tasks = Path(f"/proc/{core.pid}/task")
+        messengers = [
+            task.name
+            for task in tasks.iterdir()
+            if (task / "comm").read_text().startswith("ZMQbg/IO")
+        ]
+        assert messengers
+        for thread in messengers:
+            assert os.sched_getaffinity(int(thread)) == os.sched_getaffinity(0)
+    assert cores == [{core_for(0)}, {core_for(1)}]
 
 
 def test_prefill_engine_killed_while_requests_wait_on_it(
