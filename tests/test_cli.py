@@ -40,7 +40,7 @@ def test_an_unknown_command_is_told_in_one_line(
     assert "'simulat'" in said and "simulate" in said and said.count("\n") == 1
 
 
-@pytest.mark.parametrize("name", ["profile", "simulate", "paper"])
+@pytest.mark.parametrize("name", ["patch", "profile", "simulate", "paper", "proxy"])
 def test_every_flag_says_what_it_is_for(
     name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

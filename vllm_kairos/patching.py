@@ -6,6 +6,10 @@ The target is the installed `vllm` package, or a source tree of vLLM named by
 all files change or none does.
 
 exit codes of check: 0 applied, 1 not applied, 2 anything else.
+
+examples:
+  vllm-kairos patch apply
+  vllm-kairos patch check --target ./vllm-0.18.1
 """
 
 from __future__ import annotations
@@ -379,7 +383,11 @@ def _beside(path: Path, data: bytes) -> Path:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `vllm-kairos patch`."""
-    parser.add_argument("action", choices=("apply", "check", "revert"))
+    parser.add_argument(
+        "action",
+        choices=("apply", "check", "revert"),
+        help="put the patches in, say whether they are in, or restore every byte",
+    )
     parser.add_argument(
         "--target",
         type=Path,

@@ -98,7 +98,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--report-address",
         metavar="ADDRESS",
         help="ZMQ address of the state reports of the engine at --url, e.g. "
-        "tcp://localhost:5700",
+        "tcp://localhost:15600",
     )
     group.add_argument(
         "--prefill-url",

@@ -1,5 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The disaggregated proxy: vLLM's bundled script with Kairos routing."""
+"""Serve one OpenAI-compatible address for prefill and decode engines.
+
+The same app as vLLM's bundled disagg_proxy_demo.py, with Kairos routing.
+
+examples:
+  vllm-kairos proxy --model M --prefill HOST:8100 --decode HOST:8200 --port 8000
+      prefill on one engine, decode on the other
+  vllm-kairos proxy --model M --prefill HOST:8100 --decode HOST:8200 --port 8000 \\
+      --scheduling-policy kairos --profile P.json \\
+      --engine-state tcp://HOST:15600 tcp://HOST:15601
+      prefills are deflected to the decode engine where that is faster and safe
+"""
 
 from __future__ import annotations
 

@@ -71,16 +71,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="Step-latency profile of all nodes, or host:port=PATH of some",
     )
     group.add_argument(
-        "--tau-ms", type=float, default=d.tau_ms, help="TBT SLO (%(default)s)"
+        "--tau-ms",
+        type=float,
+        default=d.tau_ms,
+        metavar="MS",
+        help="TBT SLO: most milliseconds between two tokens (%(default)s)",
     )
     group.add_argument(
-        "--ttft-slo-ms", type=float, default=d.ttft_slo_ms, help="(%(default)s)"
+        "--ttft-slo-ms",
+        type=float,
+        default=d.ttft_slo_ms,
+        metavar="MS",
+        help="TTFT SLO: most milliseconds to the first token (%(default)s)",
     )
     group.add_argument(
-        "--alpha", type=float, default=d.alpha, help="TTFT margin (%(default)s)"
+        "--alpha",
+        type=float,
+        default=d.alpha,
+        help="A prefill may be deflected where its TTFT is at most this factor of "
+        "that on the prefill node (%(default)s)",
     )
     group.add_argument(
-        "--beta", type=float, default=d.beta, help="Safety factor (%(default)s)"
+        "--beta",
+        type=float,
+        default=d.beta,
+        help="Share of the TBT SLO that a step with a deflected prefill may take "
+        "(%(default)s)",
     )
     group.add_argument(
         "--chunk-candidates",

@@ -11,9 +11,7 @@ from vllm_kairos.core.route import Route
 from vllm_kairos.core.settings import Settings
 
 
-def _checked(name: str, value: object, least: float) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise ValueError(f"{name} is {value!r}, expected a number >= {least:g}")
+def _checked(name: str, value: float, least: float) -> float:
     if not value >= least:
         raise ValueError(f"{name} is {value!r}, expected a number >= {least:g}")
     return value
