@@ -55,6 +55,19 @@ def test_a_big_cached_prefix_on_a_decode_node_is_worth_going_there() -> None:
     assert [(r.prefill, r.deflected) for r in routes] == [("d1", True), ("p", False)]
 
 
+def test_a_request_that_waits_goes_to_the_decode_node_that_holds_its_prefix() -> None:
+    busy = NodeState("p", A100, prefills=[PrefillWork(60_000)])
+    decode = [NodeState("d0", A100), NodeState("d1", A100, decodes=9)]
+    held = Request(8000, "r", cached={"d1": 7600})
+    (route,) = look(Kairos(Settings()), Fleet([busy], decode), held)
+    assert route.decode == "d1"
+    # What stands before it there may take longer than what the cache saves.
+    decode[1] = NodeState("d1", A100, decodes=9, deflected=[PrefillWork(2000)])
+    little = Request(8000, "r", cached={"d1": 64})
+    (route,) = look(Kairos(Settings()), Fleet([busy], decode), little)
+    assert route.decode == "d0"
+
+
 def test_a_prefix_on_a_busy_prefill_node_may_be_worth_the_wait_there() -> None:
     idle = NodeState("p0", A100)
     busy = NodeState("p1", A100, prefills=[PrefillWork(1000)])

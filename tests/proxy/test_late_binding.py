@@ -241,7 +241,7 @@ async def test_a_look_that_has_many_to_send_leaves_the_loop_to_others_between(
     client: aiohttp.ClientSession,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    c = await waiting_cluster(cluster, state_max_age_ms=200.0)
+    c = await waiting_cluster(cluster)
     late = c.proxy.kairos._dispatcher.late  # type: ignore[attr-defined]
     plain = late._policy.assign
     events: list[object] = []

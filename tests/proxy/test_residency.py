@@ -154,14 +154,21 @@ class Seen:
         self.requests: list[Request] = []
         self.routes: list[Route] = []
         policy = c.proxy.kairos._dispatcher._policy  # type: ignore[attr-defined]
-        plain = policy.route
+        plain, assigned = policy.route, policy.assign
 
         def route(request: Request, fleet: Any) -> Route:
             self.requests.append(request)
             self.routes.append(plain(request, fleet))
             return self.routes[-1]
 
+        def assign(fleet: Any, most: int) -> list[tuple[Request, Route]]:
+            routed: list[tuple[Request, Route]] = assigned(fleet, most)
+            self.requests += [request for request, _ in routed]
+            self.routes += [route for _, route in routed]
+            return routed
+
         monkeypatch.setattr(policy, "route", route)
+        monkeypatch.setattr(policy, "assign", assign)
 
 
 async def ask(c: Cluster, client: aiohttp.ClientSession, prompt: list[int]) -> str:
@@ -172,9 +179,11 @@ async def ask(c: Cluster, client: aiohttp.ClientSession, prompt: list[int]) -> s
         return answer.headers["x-kairos-route"]
 
 
-async def conversing(cluster: MakeCluster, prefix_caching: bool = True) -> Cluster:
+async def conversing(
+    cluster: MakeCluster, prefix_caching: bool = True, dispatch: str = "eager"
+) -> Cluster:
     """Two decode nodes; a prefill node busy enough that turns are deflected."""
-    c = cluster(1, 2, "kairos", True, True, policy_options={"dispatch": "eager"})
+    c = cluster(1, 2, "kairos", True, True, policy_options={"dispatch": dispatch})
     c.prefill[0].state = report(prefills=[(3000, 0)], prefix_caching=prefix_caching)
     c.decode[0].state = report(decodes=2, prefix_caching=prefix_caching)
     c.decode[1].state = report(decodes=1, prefix_caching=prefix_caching)
@@ -186,12 +195,14 @@ async def conversing(cluster: MakeCluster, prefix_caching: bool = True) -> Clust
     return c
 
 
+@pytest.mark.parametrize("dispatch", ["eager", "late"])
 async def test_a_second_turn_is_estimated_and_routed_with_its_cached_prefix(
     cluster: MakeCluster,
     client: aiohttp.ClientSession,
     monkeypatch: pytest.MonkeyPatch,
+    dispatch: str,
 ) -> None:
-    c = await conversing(cluster)
+    c = await conversing(cluster, dispatch=dispatch)
     seen = Seen(c, monkeypatch)
     assert await ask(c, client, TURN_1) == "deflected"
     first = next(s for s in c.decode if s.requests)
@@ -209,7 +220,6 @@ async def test_a_second_turn_is_estimated_and_routed_with_its_cached_prefix(
     assert schedule is not None and ticket_of(params) == schedule.ticket
     others = first.state.decodes  # type: ignore[union-attr]
     assert sum(chunk - others for chunk in schedule.chunks[:-1]) >= 640
-    # To another node the prefix would have to be computed again.
     assert len(first.requests) == 2
 
 

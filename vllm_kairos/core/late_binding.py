@@ -169,6 +169,7 @@ class Assignment:
             if drain[name] > lead:
                 break
             self._send_first(queue, name)
+        self._offer_to_holders(queue, decodes_ready, most)
         in_vain = 0
         for name in decodes_ready:
             served = len(routed)
@@ -384,6 +385,35 @@ class Assignment:
                 self._offers.append(_Offer(place, request, work, elsewhere, left))
                 ahead += work
         return self._offers
+
+    def _offer_to_holders(
+        self, queue: list[Waiting], ready: list[str], most: int
+    ) -> None:
+        """Requests with a prefix in a decode node's cache are offered there first.
+
+        Beside those nodes the best of all that are ready is asked: what is
+        cached may be worth less than what stands before it.
+        """
+        waiting = [w.request for w in queue[:_OFFERED] if w.request.cached]
+        for request in waiting:
+            holders = [n for n in ready if n in request.cached]
+            if not holders or len(self._routed) >= most:
+                continue
+            offer = next(o for o in self._offered(queue) if o.request is request)
+            names = dict.fromkeys([ready[0], *holders])
+            nodes = [self._decode[name] for name in names]
+            view = self._views.of(self._decode[holders[0]])
+            ttft_pf = offer.elsewhere_ms + self._policy.decode_step_ms(
+                request.prompt_tokens, view
+            )
+            left_ms = offer.left_ms if offer.left_ms > 0 else ttft_pf
+            bound = min(self._policy.settings.alpha * ttft_pf, max(left_ms, 1e-3))
+            found = fastest(self._views, nodes, request, bound, self._policy.several)
+            if not isinstance(found, str):
+                queue.pop(offer.place)
+                self._offers = None
+                node, schedule = found.state, found.schedule
+                self._deflect(request, node, schedule, ttft_pf, found.queued_ms)
 
     def _offer(self, queue: list[Waiting], name: str) -> bool:
         """Give a decode node the request it gains most on, if there is one.

@@ -22,6 +22,7 @@ from vllm_kairos.proxy.exchange import Exchange
 from vllm_kairos.proxy.flags import ProxySettings, check_node, last_component
 from vllm_kairos.proxy.fleet import Node
 from vllm_kairos.proxy.handlers import Dispatcher
+from vllm_kairos.proxy.residency import PIECE_TOKENS
 from vllm_kairos.proxy.service import Service
 
 _ASK_TIMEOUT = aiohttp.ClientTimeout(total=30, sock_connect=5)
@@ -156,6 +157,7 @@ class KairosProxy:
             "worked_off_ms": round(state.worked_off_ms, 2),
             "limit_ms": state.limit_ms,
             "link_backlog_bytes": round(state.link_backlog_bytes),
+            "cached_prefix_tokens": PIECE_TOKENS * len(node.residency),
             "dispatches_open": len(node.ledger),
         }
 
