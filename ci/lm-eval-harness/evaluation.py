@@ -24,6 +24,21 @@ class Generation:
     runners_up: tuple[float, ...] = ()
 
 
+@dataclass(frozen=True)
+class Work:
+    """What one engine's steps held, by its own records.
+
+    Attributes:
+        prefill_tokens: Prompt tokens computed.
+        pieces: Parts they were computed in: a prompt in one step is one.
+        longest_piece: Tokens of the largest step.
+    """
+
+    prefill_tokens: int = 0
+    pieces: int = 0
+    longest_piece: int = 0
+
+
 @dataclass
 class Evaluation:
     """One pass of the tasks over one arm.
@@ -34,6 +49,7 @@ class Evaluation:
         likelihoods: Log-likelihoods by task, in document order.
         generations: By task and prompt.
         routes: Requests by the path the proxy took; empty for one engine.
+        work: By task and engine, where prompts were computed.
         seconds: How long it took.
     """
 
@@ -44,4 +60,5 @@ class Evaluation:
         default_factory=dict
     )
     routes: Counter[str] = field(default_factory=Counter)
+    work: dict[str, dict[str, Work]] = field(default_factory=dict)
     seconds: float = 0.0

@@ -28,11 +28,13 @@ from lm_eval.models.openai_completions import (  # type: ignore[import-untyped]
 )
 from lm_eval.tasks import TaskManager  # type: ignore[import-untyped]
 from models import TASKS, ModelConfig, TaskConfig
+from work import StepReader
 
 from quickstart.engines import START_TIMEOUT_S, Engine, EngineSpec, core_for
 from quickstart.processes import Server, free_ports, stop_all, wait_until_ready
 from quickstart.servers import proxy_command
 from vllm_kairos.core.profile import EngineLimits, FittedPredictor, Profile
+from vllm_kairos.core.settings import Settings
 from vllm_kairos.files import save_profile
 
 HERE = Path(__file__).resolve().parent
@@ -78,12 +80,17 @@ class Harness:
             self.engines[name] = engine
             self.servers.append(engine)
         wait_until_ready(self.servers, WAIT_S)
+        self._steps = StepReader(
+            {name: self.directory / f"{name}.steps.csv" for name in names}
+        )
         self.urls["alone"] = self.engines["prefill"].url
         slo = ["kairos", "--profile", profile, "--tau-ms", str(self.config.tau_ms)]
         # Bound on arrival: late, whichever node is idle first would serve.
         always = [*slo, "--dispatch", "eager", "--alpha", "1000000"]
         always += ["--ttft-slo-ms", _FOREVER_MS]
-        decode = "faulty" if self.fault else "decode"
+        # On a busy machine reports are late; nothing is deflected on old ones.
+        always += ["--state-max-age-ms", "60000"]
+        decode = self.decoder
         # These need no prompt lengths: a tokenizer less to load for each.
         untold = ["--tokenizer", "none"]
         self._proxy("pd", decode, "round_robin", *untold)
@@ -96,6 +103,18 @@ class Harness:
         for arm, url in self.urls.items():
             if arm != "alone":
                 self._wait_for_state(url)
+
+    @property
+    def decoder(self) -> str:
+        """Decode engine of the arms that are compared."""
+        return "faulty" if self.fault else "decode"
+
+    @property
+    def chunk_tokens(self) -> int:
+        """Most prompt tokens of a step that is safe by what the proxies are told."""
+        c = self.config
+        limit_ms = Settings(tau_ms=c.tau_ms).limit_ms
+        return int((limit_ms - c.step_ms) / c.token_ms)
 
     def stop(self) -> None:
         """Stop all of them."""
@@ -132,6 +151,10 @@ class Harness:
         if on_gpu:
             environment["CUDA_VISIBLE_DEVICES"] = str(number)
             extra += ["--kv-transfer-config", _transfer("NixlConnector", "cuda")]
+        else:
+            # Tokens' ranks are counted by a function that is compiled when an
+            # engine is first asked for log-probabilities: half a minute each.
+            environment["TORCHDYNAMO_DISABLE"] = "1"
         if name == "faulty":
             scheduler = "faults.DropsLastChunk"
             extra += ["--kv-transfer-config", _transfer("FaultyNixlConnector", "cpu")]
@@ -219,8 +242,10 @@ class Harness:
         before = self.routes(arm)
         out = Evaluation(arm)
         started = time.monotonic()
+        self._steps.take()
         for task in tasks or self.config.tasks:
             self._evaluate(out, task, concurrent or self.config.num_concurrent, limit)
+            out.work[task.name] = self._steps.take()
         out.seconds = time.monotonic() - started
         out.routes = self.routes(arm) - before
         return out

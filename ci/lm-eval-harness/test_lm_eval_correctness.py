@@ -75,9 +75,42 @@ def test_requests_took_the_path_that_their_arm_is_about(results: Results) -> Non
     answers = sum(len(found) for found in reference.likelihoods.values())
     assert documents > 0
     # lm-eval asks for log-likelihoods with echo and one token: no decode at all.
-    echoed = Counter({"prefill_only": answers})
-    assert results["pd"].routes == Counter(kept=documents) + echoed
-    assert results["deflected"].routes == Counter(deflected=documents) + echoed
+    told = Counter({"prefill_only": answers})
+    assert results["pd"].routes == Counter(kept=documents) + told
+    assert results["deflected"].routes == Counter(deflected=documents + answers)
     routes = results["kairos"].routes
-    assert routes["kept"] + routes["deflected"] == documents, routes
-    assert routes["prefill_only"] == answers
+    assert set(routes) <= {"kept", "prefill_only", "deflected"}, routes
+    assert routes.total() == documents + answers, routes
+    assert routes["kept"] <= documents and routes["prefill_only"] <= answers, routes
+
+
+def test_prompts_were_computed_by_the_engine_their_arm_is_about_and_in_chunks(
+    results: Results,
+) -> None:
+    harness = results.harness
+    bound, decoder = harness.chunk_tokens, harness.decoder
+    reference = results["alone"]
+    in_chunks = Counter[str]()
+    for task in harness.config.tasks:
+        one = results["one at a time"].work[task.name]["prefill"]
+        pd, deflected = results["pd"].work[task.name], results["deflected"].work
+        asked = len(reference.generations.get(task.name, ()))
+        asked += len(reference.likelihoods.get(task.name, ()))
+        there, here = deflected[task.name]["prefill"], deflected[task.name][decoder]
+        print(
+            f"{task.name}: {asked} prompts up to {one.longest_piece} tokens long; "
+            f"deflected in {here.pieces} pieces, {here.longest_piece} tokens a step"
+        )
+        assert pd["prefill"].prefill_tokens > 0 == pd[decoder].prefill_tokens
+        assert here.prefill_tokens > 0 == there.prefill_tokens
+        assert here.longest_piece <= bound
+        if one.longest_piece > bound:
+            assert here.pieces > asked
+            in_chunks[
+                "likelihood" if task.name in reference.likelihoods else "text"
+            ] += 1
+        if task.name in reference.likelihoods:
+            # Never read from a prefix cache: all of it was computed there.
+            assert here.prefill_tokens == one.prefill_tokens
+    if harness.config.device == "cpu" and reference.likelihoods:
+        assert set(in_chunks) == {"likelihood", "text"}

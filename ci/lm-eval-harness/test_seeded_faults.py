@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from compare import differences
 from evaluation import Evaluation
@@ -11,16 +13,19 @@ from results import Results
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800)]
 
-#: Documents: the shortest are one chunk, of which none can be dropped.
+#: Documents, of which the first of both tasks are more than one chunk.
 LIMIT = 3
+#: Generated text whose answer stands at one place of a long prompt, and
+#: log-likelihoods, which are told by the prefill itself.
+TASKS = ("kairos_recall", "kairos_choice")
 
 
 @pytest.fixture
-def recall(results: Results) -> TaskConfig:
-    """The task whose answers stand at one place of a long prompt."""
+def tasks(results: Results) -> dict[str, TaskConfig]:
+    """The tasks of `TASKS` by name."""
     if "faulty" not in results.harness.engines:
         pytest.skip("faults are seeded on CPU engines")
-    return results.harness.config.tasks[0]
+    return {t.name: t for t in results.harness.config.tasks if t.name in TASKS}
 
 
 def run(results: Results, fault: str, arm: str, task: TaskConfig) -> Evaluation:
@@ -31,30 +36,59 @@ def run(results: Results, fault: str, arm: str, task: TaskConfig) -> Evaluation:
         results.harness.set_fault("")
 
 
-@pytest.mark.parametrize("arm", ["faulty_pd", "faulty_deflected"])
-def test_without_a_fault_the_engine_that_can_have_one_is_right(
-    results: Results, recall: TaskConfig, arm: str
-) -> None:
-    found = run(results, "", arm, recall)
-    assert differences(results["alone"], found, results.noise) == []
-    assert sum(found.routes.values()) == LIMIT
+def differences_of(results: Results, found: Evaluation) -> list[str]:
+    """Differences in the documents that were asked."""
+    reference = results["alone"]
+    answers = {
+        task: reference.likelihoods[task][: len(likelihoods)]
+        for task, likelihoods in found.likelihoods.items()
+    }
+    asked = replace(reference, likelihoods=answers)
+    return differences(asked, found, results.noise)
 
 
 @pytest.mark.parametrize(
-    ("fault", "arm"),
+    ("arm", "name", "routes"),
     [
-        ("corrupt_block", "faulty_deflected"),
-        ("swap_blocks", "faulty_pd"),
-        ("drop_last_chunk", "faulty_deflected"),
+        ("faulty_pd", "kairos_recall", {"kept": 3}),
+        ("faulty_deflected", "kairos_recall", {"deflected": 3}),
+        # Three answers to each of two questions, and four to the third.
+        ("faulty_deflected", "kairos_choice", {"deflected": 10}),
+    ],
+)
+def test_without_a_fault_the_engine_that_can_have_one_is_right(
+    results: Results,
+    tasks: dict[str, TaskConfig],
+    arm: str,
+    name: str,
+    routes: dict[str, int],
+) -> None:
+    found = run(results, "", arm, tasks[name])
+    assert differences_of(results, found) == []
+    assert found.routes == routes
+
+
+@pytest.mark.parametrize(
+    ("fault", "arm", "name"),
+    [
+        ("corrupt_block", "faulty_deflected", "kairos_recall"),
+        ("corrupt_block", "faulty_deflected", "kairos_choice"),
+        ("swap_blocks", "faulty_pd", "kairos_recall"),
+        ("drop_last_chunk", "faulty_deflected", "kairos_recall"),
     ],
 )
 def test_a_fault_turns_the_harness_red(
-    results: Results, recall: TaskConfig, fault: str, arm: str
+    results: Results,
+    tasks: dict[str, TaskConfig],
+    fault: str,
+    arm: str,
+    name: str,
 ) -> None:
-    found = run(results, fault, arm, recall)
-    log = results.harness.engines["faulty"].log.read_text(errors="replace")
-    assert "Test fault:" in log, "the fault was not there at all"
-    lines = differences(results["alone"], found, results.noise)
+    log = results.harness.engines["faulty"].log
+    before = log.stat().st_size
+    found = run(results, fault, arm, tasks[name])
+    assert b"Test fault:" in log.read_bytes()[before:], "the fault was not there at all"
+    lines = differences_of(results, found)
     for line in lines:
         print(line)
     assert lines, f"{fault} went unseen"

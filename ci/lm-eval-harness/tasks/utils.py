@@ -81,6 +81,7 @@ _FILLER = (
 #: Prompt tokens of the documents of the recall tasks, roughly.
 RECALL_TOKENS = (300, 600, 1000, 1600)
 CHAT_TOKENS = (500, 1100)
+CHOICE_TOKENS = 250
 _TOKENS_OF_A_SENTENCE = 17
 
 
@@ -109,6 +110,7 @@ def _document(dice: random.Random, tokens: int) -> dict[str, str]:
         "question": f"What is the secret code of the {asked}?",
         "lead": f"The secret code of the {asked} is",
         "code": codes[asked],
+        "other": codes[others[0]],
     }
 
 
@@ -135,9 +137,25 @@ def _lines(name: str) -> Iterator[dict[str, Any]]:
                 yield json.loads(line)
 
 
+def _told(dice: random.Random) -> dict[str, Any]:
+    """A question that a text before it answers."""
+    document = _document(dice, CHOICE_TOKENS)
+    codes = [document["code"], document["other"], str(dice.randint(1000, 9999))]
+    order = dice.sample(range(3), k=3)
+    return {
+        "text": document["text"],
+        "question": document["question"],
+        "choices": [f"{document['lead']} {codes[i]}." for i in order],
+        "answer": order.index(0),
+    }
+
+
 def choice(**_: Any) -> dict[str, datasets.Dataset]:
-    """Questions with four answers each."""
-    return {"test": datasets.Dataset.from_list(list(_lines("choice.jsonl")))}
+    """Questions on a text, longer than a chunk, and on what anyone knows."""
+    dice = random.Random(SEED + 2)
+    rows = [_told(dice) for _ in range(2)]
+    rows += [{"text": "", **row} for row in _lines("choice.jsonl")]
+    return {"test": datasets.Dataset.from_list(rows)}
 
 
 def continuation(**_: Any) -> dict[str, datasets.Dataset]:
