@@ -48,6 +48,13 @@ def run_parallel(
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         yield from results
         done = True
+    except Exception as error:
+        # joblib, interrupted half-way through setting itself up, stumbles over
+        # what it has not set yet: what counts is that it was interrupted.
+        stopped = error.__context__
+        if isinstance(stopped, (KeyboardInterrupt, SystemExit)):
+            raise stopped from None
+        raise
     finally:
         if not done:
             # joblib keeps idle workers for the next call; there is none.
