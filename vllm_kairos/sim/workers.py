@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import resource_tracker
 from typing import Any, TypeVar
@@ -57,7 +58,9 @@ def run_parallel(
         raise
     finally:
         if not done:
-            # joblib keeps idle workers for the next call; there is none.
+            # joblib keeps idle workers for the next call; there is none. It would
+            # warn of tasks that were not finished: nobody wants them.
+            warnings.filterwarnings("ignore", category=UserWarning, module="joblib")
             get_reusable_executor(reuse=True).shutdown(kill_workers=True)
 
 
