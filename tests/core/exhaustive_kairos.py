@@ -366,7 +366,8 @@ class _Assignment:
         )
         if not queue:
             # Nobody else waits: the least TTFT of all nodes.
-            most = min(ttft_pf, policy.settings.ttft_slo_ms)
+            margin = min(policy.settings.alpha, 1.0)
+            most = min(margin * ttft_pf, policy.settings.ttft_slo_ms)
             found = policy._deflection(request, self.decode.values(), None)
             if found is not None and found.ttft_ms <= most and found.ttft_ms < ttft_pf:
                 self._deflect(request, found, ttft_pf)

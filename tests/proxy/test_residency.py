@@ -135,6 +135,7 @@ async def test_only_prompts_whose_tokens_are_all_of_them_have_prefixes() -> None
     assert len(plain) == 3
     assert await prefixes({"prompt": ids, "cache_salt": "s"}) != plain
     assert await prefixes({"prompt": ids, "truncate_prompt_tokens": 100}) == ()
+    assert await prefixes({"prompt": ids, "prompt_logprobs": 0}) == ()
     assert await prefixes({"prompt": "text"}) == ()
     assert await prefixes({"prompt": [ids, ids]}) == ()
     for odd in ([1, "a"] * 50, [1 << 70] * 80, [1.5, *ids], [None, *ids]):

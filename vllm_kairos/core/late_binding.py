@@ -342,7 +342,8 @@ class Assignment:
             nodes = [n for n in nodes if n.node in request.cached]
         if not nodes:
             return False
-        bound = min(ttft_pf, policy.settings.ttft_slo_ms)
+        margin = min(policy.settings.alpha, 1.0)
+        bound = min(margin * ttft_pf, policy.settings.ttft_slo_ms)
         found = fastest(self._views, nodes, request, bound, policy.several)
         if isinstance(found, str) or found.ttft_ms >= ttft_pf:
             return False

@@ -253,6 +253,9 @@ def _prefixes(body: Body, token_ids: Sequence[int]) -> tuple[int, ...]:
     fields = body.fields
     if fields.get("truncate_prompt_tokens") is not None or _has_media(fields):
         return ()
+    if fields.get("prompt_logprobs") is not None or fields.get("echo"):
+        # vLLM computes such a prompt whole, whatever its cache holds.
+        return ()
     try:
         salt = (fields.get("model"), fields.get("cache_salt"))
         return prefix_hashes(token_ids, salt)
