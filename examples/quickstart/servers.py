@@ -126,7 +126,8 @@ class Servers:
             command += ["--port", str(port), "--kv-handshake", "nixl"]
             command += ["--prefill", *(spec.address for spec in specs[: self.prefill])]
             command += ["--decode", *(spec.address for spec in specs[self.prefill :])]
-            command += ["--scheduling-policy", policy]
+            # The replayed prompts are token ids: nothing to count.
+            command += ["--scheduling-policy", policy, "--tokenizer", "none"]
             command += ["--engine-state", *(spec.report_address for spec in specs)]
             self.proxies[policy] = Server(
                 f"proxy ({policy})",

@@ -75,3 +75,38 @@ def test_without_learning_the_bound_stays() -> None:
     late = run(feedback, 500, 0.0, 0.2)
     assert all(late) and feedback.late == 500
     assert feedback.limit_ms == pytest.approx(0.9 * TAU_MS)
+
+
+def shocked() -> Feedback:
+    """A loop after a second in which the machine was somebody else's."""
+    feedback = Feedback(TAU_MS, 0.9)
+    for _ in range(30):
+        feedback.observe(20.0, 600.0)
+    assert feedback.limit_ms < 0.2 * TAU_MS
+    return feedback
+
+
+def test_a_bound_that_admits_nothing_recovers_by_decodes_alone() -> None:
+    feedback = shocked()
+    for _ in range(1500):
+        feedback.observe_decodes(10.0, 10.0)
+    assert feedback.limit_ms > 0.85 * TAU_MS
+
+
+def test_it_recovers_no_further_than_the_decodes_warrant() -> None:
+    feedback = shocked()
+    for _ in range(5000):
+        feedback.observe_decodes(10.0, 15.0)
+    assert 0.5 * TAU_MS < feedback.limit_ms < TAU_MS / 1.5
+
+
+def test_decodes_between_prefills_change_nothing() -> None:
+    """A prefill's steps may err otherwise than decodes do."""
+    feedback = Feedback(TAU_MS, 0.9)
+    run(feedback, 500, 0.0, 0.3)
+    limit_ms = feedback.limit_ms
+    for _ in range(50):
+        for _ in range(30):
+            feedback.observe_decodes(10.0, 10.0)
+        run(feedback, 1, 0.0, 0.3)
+    assert feedback.limit_ms == pytest.approx(limit_ms, rel=0.01)

@@ -125,8 +125,12 @@ class AdaptiveRule(ChunkRule):
         return chunk if chunk >= min(self._smallest_tokens, wanted_tokens) else 0
 
     def observe(self, load: StepLoad, predicted_ms: float, measured_ms: float) -> None:
-        if load.decodes > 0 and load.prefill_tokens > 0 and predicted_ms > 0.0:
+        if load.decodes <= 0:
+            return
+        if load.prefill_tokens > 0:
             self._feedback.observe(predicted_ms, measured_ms)
+        else:
+            self._feedback.observe_decodes(predicted_ms, measured_ms)
 
     @property
     def limit_ms(self) -> float | None:

@@ -27,6 +27,10 @@ class Feedback:
     share of late steps settles at the target whatever the true distribution
     (stochastic approximation of a quantile).
 
+    A bound can fall so low that no prefill fits any more, and then no step
+    would ever tell that the trouble is over. So after a while without a prefill
+    what was learnt gives way to what steps of decodes alone are telling.
+
     Args:
         tau_ms: TBT SLO.
         beta: Bound to start with, as a share of `tau_ms`.
@@ -42,6 +46,10 @@ class Feedback:
     _PRIOR_STEPS = 8.0
     _TRIM_STEP = 0.05
     _LEAST_TRIM, _MOST_TRIM = 0.7, 1.05
+    #: Steps without a prefill that change nothing; in a busy engine prefills
+    #: come more often than that. And the memory of what comes after them.
+    _QUIET_STEPS = 64
+    _QUIET_MEMORY_STEPS = 200
     #: Outside of these a profile is of another machine.
     _MOST_LOG_RATIO = math.log(4.0)
 
@@ -59,6 +67,9 @@ class Feedback:
         "_variance",
         "_trim",
         "_learns",
+        "_quiet_steps",
+        "_decode_mean",
+        "_decode_variance",
     )
 
     def __init__(
@@ -83,6 +94,9 @@ class Feedback:
         self._variance = (-math.log(beta) / self._z) ** 2
         self._trim = 1.0
         self._learns = learns
+        self._quiet_steps = 0
+        self._decode_mean = 0.0
+        self._decode_variance = self._variance
         self.limit_ms = self._limit_ms()
 
     @property
@@ -108,8 +122,8 @@ class Feedback:
         self.late += measured_ms > self.tau_ms
         if not self._learns:
             return
-        ratio = math.log(measured_ms / predicted_ms)
-        ratio = max(-self._MOST_LOG_RATIO, min(self._MOST_LOG_RATIO, ratio))
+        self._quiet_steps = 0
+        ratio = self._log_ratio(predicted_ms, measured_ms)
         weight = self._weight = self._weight * self._decay + 1.0
         delta = ratio - self._mean
         self._mean += delta / weight
@@ -121,6 +135,35 @@ class Feedback:
             self._trim *= 1.0 + self._TRIM_STEP * self._late_share
         self._trim = max(self._LEAST_TRIM, min(self._MOST_TRIM, self._trim))
         self.limit_ms = self._limit_ms()
+
+    def observe_decodes(self, predicted_ms: float, measured_ms: float) -> None:
+        """Take a step that held decodes alone.
+
+        Args:
+            predicted_ms: As the profile says, uncorrected.
+            measured_ms: As it was.
+        """
+        if not self._learns or not (
+            0.0 < predicted_ms < math.inf and 0.0 < measured_ms < math.inf
+        ):
+            return
+        rate = 1.0 / self._QUIET_MEMORY_STEPS
+        delta = self._log_ratio(predicted_ms, measured_ms) - self._decode_mean
+        self._decode_mean += rate * delta
+        self._decode_variance += rate * (
+            (1.0 - rate) * delta * delta - self._decode_variance
+        )
+        self._quiet_steps += 1
+        if self._quiet_steps <= self._QUIET_STEPS:
+            return
+        self._mean += rate * (self._decode_mean - self._mean)
+        self._variance += rate * (self._decode_variance - self._variance)
+        self._trim += rate * (1.0 - self._trim)
+        self.limit_ms = self._limit_ms()
+
+    def _log_ratio(self, predicted_ms: float, measured_ms: float) -> float:
+        ratio = math.log(measured_ms / predicted_ms)
+        return max(-self._MOST_LOG_RATIO, min(self._MOST_LOG_RATIO, ratio))
 
     def _limit_ms(self) -> float:
         quantile = self._mean + self._z * math.sqrt(self._variance)
