@@ -64,7 +64,8 @@ class StepMeter:
         self._records: deque[StepRecord] = deque()
         # Bounded: without a heartbeat nobody takes from it.
         self._outcomes: deque[tuple[StepLoad, float, float]] = deque(maxlen=4096)
-        self._in_flight: deque[tuple[SchedulerOutput, StepLoad, float]] = deque()
+        #: Step, what it holds, when it began, predicted milliseconds.
+        self._in_flight: deque[tuple[SchedulerOutput, StepLoad, float, float]] = deque()
         self._steps = 0
         self._last_end_s = float("-inf")
         self._contiguous = False
@@ -84,9 +85,11 @@ class StepMeter:
         """
         if busy and self._contiguous and not self._in_flight:
             started_s = self._last_end_s
-        self._in_flight.append((output, load, started_s))
+        model = self._model
+        predicted_ms = model.load_ms(load) if model is not None else 0.0
+        self._in_flight.append((output, load, started_s, predicted_ms))
         self._started_s = max(started_s, self._last_end_s)
-        self._predicted_ms = self._predict(load)
+        self._predicted_ms = predicted_ms
 
     def scheduled_nothing(self) -> None:
         """A step without tokens: the engine waits for something."""
@@ -97,16 +100,15 @@ class StepMeter:
         # Outputs come in order; a step without one is passed over.
         in_flight = self._in_flight
         while in_flight and in_flight[0][0] is not output:
-            if not any(step is output for step, _, _ in in_flight):
+            if not any(step is output for step, *_ in in_flight):
                 return
             in_flight.popleft()
         if not in_flight:
             return
-        _, load, started_s = in_flight.popleft()
+        _, load, started_s, predicted_ms = in_flight.popleft()
         measured_ms = (end_s - max(started_s, self._last_end_s)) * 1e3
         self._last_end_s = end_s
         self._contiguous = True
-        predicted_ms = self._predict(load)
         self.recent.append((predicted_ms or -1.0, measured_ms))
         self._rule.observe(load, predicted_ms, measured_ms)
         if self._model is not None:
@@ -125,10 +127,6 @@ class StepMeter:
                 )
             )
         self._steps += 1
-
-    def _predict(self, load: StepLoad) -> float:
-        """Predicted milliseconds of a step; zero without a profile."""
-        return self._model.load_ms(load) if self._model is not None else 0.0
 
     def remaining_ms(self) -> float:
         """Predicted remainder of the step in flight. Any thread."""

@@ -138,16 +138,20 @@ class RequestPhases:
         else:
             self.waiting = {request_id: request, **self.waiting}
 
-    def note_step(self, output: SchedulerOutput) -> StepLoad:
+    def note_step(self, output: SchedulerOutput, asked: bool = True) -> StepLoad | None:
         """Account for a step that has just been scheduled.
 
         Called when the requests' ``num_computed_tokens`` have been advanced.
 
+        Args:
+            output: The step; it holds tokens.
+            asked: Whether anybody wants to know what it holds.
+
         Returns:
-            What the step holds. The single token by which a request joins
-            whose KV has arrived is a decode: it costs what a decode costs.
+            What the step holds; may be `None` where nobody asked. The single
+            token by which a request joins whose KV has arrived is a decode: it
+            costs what a decode costs.
         """
-        scheduled = output.num_scheduled_tokens
         for new in output.scheduled_new_reqs:
             self._note_cached(new.req_id)
             self._start(new.req_id)
@@ -156,9 +160,12 @@ class RequestPhases:
 
         if not self.prefilling and not self.deflected:
             total = output.total_num_scheduled_tokens
-            load = StepLoad(len(scheduled), self.decode_kv_tokens, total)
-            self.decode_kv_tokens += total
-            return load
+            kv_tokens = self.decode_kv_tokens
+            self.decode_kv_tokens = kv_tokens + total
+            if not asked:
+                return None
+            return StepLoad(len(output.num_scheduled_tokens), kv_tokens, total)
+        scheduled = output.num_scheduled_tokens
         load = StepLoad(decode_kv_tokens=self.decode_kv_tokens)
         joined_kv_tokens = 0
         joined: set[str] = set()

@@ -142,11 +142,13 @@ class KairosMixin(Scheduler):
         busy = bool(self.running)
         started_s = self.step_clock_s()
         output = super().schedule()
-        if self._meter.on:
-            if output.total_num_scheduled_tokens:
-                self._meter.scheduled(output, self._load, started_s, busy)
-            else:
-                self._meter.scheduled_nothing()
+        meter = self._meter
+        if output.total_num_scheduled_tokens:
+            load = self._phases.note_step(output, meter.on)
+            if load is not None:
+                meter.scheduled(output, load, started_s, busy)
+        elif meter.on:
+            meter.scheduled_nothing()
         # A node that has just got work says so at once, also in a long step.
         if started_s >= self._snapshot_due_s or not busy:
             self._take_snapshot()
@@ -237,11 +239,6 @@ class KairosMixin(Scheduler):
             return 0
         self._overrides += 1
         return min(tokens, self.kairos.smallest_chunk_tokens)
-
-    def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
-        super()._update_after_schedule(scheduler_output)
-        if scheduler_output.total_num_scheduled_tokens:
-            self._load = self._phases.note_step(scheduler_output)
 
     def update_from_output(
         self,
