@@ -3,8 +3,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import aiohttp
 import pytest
+from aiohttp import web
 
 from tests.proxy.conftest import MakeCluster
 from tests.proxy.stubs import report
@@ -50,13 +53,22 @@ async def test_kept_it_is_the_prefill_nodes_and_no_decode_node_is_expecting_it(
     c = cluster(1, 1, "kairos", True, True, slo=KEPT, policy_options=options)
     c.decode[0].state = report(decodes=60, decode_kv_tokens=10_000)
     await c.reports_arrived()
+    fleet = c.proxy.kairos.service.fleet  # type: ignore[attr-defined]
+    expected: list[object] = []
+
+    async def look_and_answer(
+        request: web.Request, body: dict[str, Any]
+    ) -> web.StreamResponse:
+        expected.extend(fleet[c.decode[0].address].ledger.unshown())
+        return await c.prefill[0].answer(request, body)
+
+    c.prefill[0].behaviour = look_and_answer
     sent = {**TOLD, **told}
     async with client.post(f"{c.url}/v1/completions", json=sent) as answer:
         assert answer.headers["x-kairos-route"] == "prefill_only"
         assert (await answer.json())["from"] == c.prefill[0].address
     assert not c.decode[0].requests
-    fleet = c.proxy.kairos.service.fleet  # type: ignore[attr-defined]
-    assert not list(fleet[c.decode[0].address].ledger.unshown())
+    assert not expected and not list(fleet[c.decode[0].address].ledger.unshown())
 
 
 @pytest.mark.parametrize(

@@ -108,6 +108,8 @@ class Dispatcher:
             return await self._answer(job, node, Kind.DEFLECTED, params)
         job.predicted_ms = route.estimates.ttft_prefill_ms
         if job.body.prefill_only:
+            # No decode leg follows; late binding has entered one.
+            self._service.fleet[route.decode].ledger.close(job.ticket)
             return await self._prefill_only(job, self._service.fleet[route.prefill])
         return await self._kept(job, route)
 
