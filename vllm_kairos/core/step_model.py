@@ -184,18 +184,15 @@ class StepModel:
         step record holds them; here they are exact. With one prefill both
         are the same.
         """
-        if load.prefill_tokens <= 0:
-            return self.step_ms(load.decodes, load.decode_kv_tokens)
-        ms = self._with_prefills_ms(load)
-        if self._max and load.decodes > 0:
-            return max(ms, self.step_ms(load.decodes, load.decode_kv_tokens))
-        return ms
-
-    def _with_prefills_ms(self, load: StepLoad) -> float:
-        """The polynomial of a step with prefills, at what is placed so far."""
-        one, b, k, c, p, n, cp, cc, cb, ck = self._mix if load.decodes > 0 else self._pf
         decodes, kv_tokens = load.decodes, load.decode_kv_tokens
-        return (
+        if load.prefill_tokens <= 0:
+            if decodes <= 0:
+                return 0.0
+            one, b, k = self._dec
+            return one + b * decodes + k * kv_tokens
+        # Every step of an engine comes by here, so nothing is called.
+        one, b, k, c, p, n, cp, cc, cb, ck = self._mix if decodes > 0 else self._pf
+        ms = (
             one
             + b * decodes
             + k * kv_tokens
@@ -205,6 +202,12 @@ class StepModel:
             + cp * load.attended
             + cc * load.squared
         )
+        if self._max and decodes > 0:
+            one, b, k = self._dec
+            decode_ms = one + b * decodes + k * kv_tokens
+            if decode_ms > ms:
+                return decode_ms
+        return ms
 
     def largest_addition(
         self, load: StepLoad, computed_tokens: int, limit_ms: float, most_tokens: int
@@ -222,23 +225,34 @@ class StepModel:
         Returns:
             Tokens, ``0`` when not even one fits.
         """
-        if load.prefills == 0:
-            return self.largest_chunk(
-                load.decodes,
-                load.decode_kv_tokens,
-                computed_tokens,
-                limit_ms,
-                most_tokens,
-            )
         if most_tokens <= 0:
             return 0
-        if self._max and self.step_ms(load.decodes, load.decode_kv_tokens) > limit_ms:
-            return 0
-        _, _, _, c, p, n, cp, cc, cb, ck = self._mix if load.decodes > 0 else self._pf
-        fixed = self._with_prefills_ms(load) + n + p * computed_tokens
-        a1 = c + cb * load.decodes + ck * load.decode_kv_tokens + cp * computed_tokens
-        chunk = _root(limit_ms - fixed, a1, cc, most_tokens)
-        while chunk > 0 and fixed + chunk * (a1 + cc * chunk) > limit_ms:
+        decodes, kv_tokens = load.decodes, load.decode_kv_tokens
+        if decodes > 0:
+            if self._max:
+                one, b, k = self._dec
+                if one + b * decodes + k * kv_tokens > limit_ms:
+                    return 0
+            one, b, k, c, p, n, cp, cc, cb, ck = self._mix
+        else:
+            one, b, k, c, p, n, cp, cc, cb, ck = self._pf
+        per_token = c + cb * decodes + ck * kv_tokens
+        fixed = one + b * decodes + k * kv_tokens
+        if load.prefills:
+            fixed += (
+                p * load.prefill_kv_tokens
+                + n * load.prefills
+                + load.prefill_tokens * per_token
+                + cp * load.attended
+                + cc * load.squared
+            )
+        fixed += p * computed_tokens + n
+        past = cp * computed_tokens
+        chunk = _root(limit_ms - fixed, per_token + past, cc, most_tokens)
+        # Rounding may land one token over the bound; the invariant is exact.
+        while (
+            chunk > 0 and fixed + chunk * (per_token + (past + cc * chunk)) > limit_ms
+        ):
             chunk -= 1
         return chunk
 
