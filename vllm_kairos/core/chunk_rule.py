@@ -24,10 +24,13 @@ class ChunkRule(abc.ABC):
             schedule.
         by_slack: Among several deflected prefills the one with the least
             slack is served first; otherwise they share in arrival order.
+        follows_schedule: Asks a prefill's tracker which chunk comes next, so
+            somebody must tell the tracker what was granted.
     """
 
     limits_ordinary = False
     by_slack = False
+    follows_schedule = True
 
     @abc.abstractmethod
     def chunk(
@@ -104,6 +107,7 @@ class AdaptiveRule(ChunkRule):
 
     limits_ordinary = True
     by_slack = True
+    follows_schedule = False
 
     def __init__(self, model: StepModel, feedback: Feedback, smallest_tokens: int = 16):
         self._model = model

@@ -83,12 +83,13 @@ class StepMeter:
             started_s: Step clock when scheduling began.
             busy: Requests were running before it was scheduled.
         """
+        last_end_s = self._last_end_s
         if busy and self._contiguous and not self._in_flight:
-            started_s = self._last_end_s
+            started_s = last_end_s
         model = self._model
         predicted_ms = model.load_ms(load) if model is not None else 0.0
         self._in_flight.append((output, load, started_s, predicted_ms))
-        self._started_s = max(started_s, self._last_end_s)
+        self._started_s = started_s if started_s > last_end_s else last_end_s
         self._predicted_ms = predicted_ms
 
     def scheduled_nothing(self) -> None:
@@ -106,7 +107,9 @@ class StepMeter:
         if not in_flight:
             return
         _, load, started_s, predicted_ms = in_flight.popleft()
-        measured_ms = (end_s - max(started_s, self._last_end_s)) * 1e3
+        if started_s < self._last_end_s:
+            started_s = self._last_end_s
+        measured_ms = (end_s - started_s) * 1e3
         self._last_end_s = end_s
         self._contiguous = True
         self.recent.append((predicted_ms or -1.0, measured_ms))

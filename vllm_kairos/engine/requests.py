@@ -55,6 +55,9 @@ class Deflected:
 class RequestPhases:
     """Requests of one engine by phase.
 
+    Args:
+        follows_schedule: Trackers are told of every chunk granted.
+
     Attributes:
         waiting: Ordinary prefills not started, in arrival order.
         awaiting_kv: Requests whose KV comes from another node.
@@ -68,7 +71,8 @@ class RequestPhases:
             the prefix cache.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, follows_schedule: bool = True) -> None:
+        self._follows_schedule = follows_schedule
         self.waiting: dict[str, Request] = {}
         self.awaiting_kv: dict[str, Request] = {}
         self.prefilling: dict[str, Request] = {}
@@ -166,7 +170,7 @@ class RequestPhases:
                 return None
             return StepLoad(len(output.num_scheduled_tokens), kv_tokens, total)
         scheduled = output.num_scheduled_tokens
-        load = StepLoad(decode_kv_tokens=self.decode_kv_tokens)
+        load = StepLoad(0, self.decode_kv_tokens)
         joined_kv_tokens = 0
         joined: set[str] = set()
         finished: list[Request] = []
@@ -175,7 +179,8 @@ class RequestPhases:
             if tokens:
                 request = held.request
                 computed = request.num_computed_tokens - tokens
-                held.tracker.granted(computed, tokens, held.other_tokens)
+                if self._follows_schedule:
+                    held.tracker.granted(computed, tokens, held.other_tokens)
                 load.add_prefill(tokens, computed)
                 if not request.is_prefill_chunk:
                     finished.append(request)

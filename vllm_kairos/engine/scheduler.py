@@ -68,7 +68,7 @@ class KairosMixin(Scheduler):
         self.kairos = settings
         model = profile.step_model() if profile else None
         self._rule = _chunk_rule(settings, model)
-        self._phases = RequestPhases()
+        self._phases = RequestPhases(self._rule.follows_schedule)
         self._load = StepLoad()
         self._shares: dict[str, int] = {}
         self._malformed = 0
@@ -90,6 +90,11 @@ class KairosMixin(Scheduler):
             OnlineError(warn_percent=settings.error_warning_percent),
             _refit_command(self.vllm_config, settings),
         )
+        self._timed = self._meter.on
+        self._limiter = self._make_limiter(set())
+        # Looked up once: a step of a small batch takes vLLM microseconds.
+        self._stock_schedule = super().schedule
+        self._stock_update_from_output = super().update_from_output
         self._take_snapshot()
         self._heartbeat: Heartbeat | None = None
         address = _report_address(settings, self.vllm_config)
@@ -131,6 +136,12 @@ class KairosMixin(Scheduler):
         )
         return params
 
+    def _free_blocks(self, request: Request) -> None:
+        super()._free_blocks(request)
+        if not self.requests:
+            # No step may come that would tell of it.
+            self._take_snapshot()
+
     def _preempt_request(self, request: Request, timestamp: float) -> None:
         computed = request.num_computed_tokens
         super()._preempt_request(request, timestamp)
@@ -139,18 +150,17 @@ class KairosMixin(Scheduler):
     # ---------------------------------------------------------------- step
 
     def schedule(self) -> SchedulerOutput:
-        busy = bool(self.running)
+        idle = not self.running
         started_s = self.step_clock_s()
-        output = super().schedule()
-        meter = self._meter
+        output = self._stock_schedule()
         if output.total_num_scheduled_tokens:
-            load = self._phases.note_step(output, meter.on)
+            load = self._phases.note_step(output, self._timed)
             if load is not None:
-                meter.scheduled(output, load, started_s, busy)
-        elif meter.on:
-            meter.scheduled_nothing()
+                self._meter.scheduled(output, load, started_s, not idle)
+        elif self._timed:
+            self._meter.scheduled_nothing()
         # A node that has just got work says so at once, also in a long step.
-        if started_s >= self._snapshot_due_s or not busy:
+        if idle or started_s >= self._snapshot_due_s:
             self._take_snapshot()
         return output
 
@@ -159,26 +169,27 @@ class KairosMixin(Scheduler):
     ) -> Callable[[Request, int, int], int] | None:
         phases = self._phases
         rule = self._rule
-        joining = self.finished_recving_kv_req_ids
-        decodes = len(phases.decoding) + len(joining)
-        ordinary = rule.limits_ordinary and decodes > 0
         if not phases.deflected and not (
-            ordinary and (phases.waiting or phases.prefilling)
+            rule.limits_ordinary and (phases.waiting or phases.prefilling)
         ):
             return None
-        load = StepLoad(
-            decodes=decodes,
-            decode_kv_tokens=phases.decode_kv_tokens,
-            decode_tokens=decodes,
-        )
-        for request_id in joining:
-            load.decode_kv_tokens += self.requests[request_id].num_computed_tokens
+        joining = self.finished_recving_kv_req_ids
+        decodes = len(phases.decoding) + len(joining)
+        if not decodes and not phases.deflected:
+            return None
+        load = self._load = StepLoad(decodes, phases.decode_kv_tokens, decodes)
+        limiter = self._limiter
+        if joining:
+            for request_id in joining:
+                load.decode_kv_tokens += self.requests[request_id].num_computed_tokens
+            # A request whose KV failed to load computes its prompt like any other.
+            limiter = self._make_limiter(joining - self.failed_recving_kv_req_ids)
         if self.num_spec_tokens:
             load.decode_tokens += sum(
                 len(request.spec_token_ids) for request in phases.decoding.values()
             )
-        self._load = load
-        self._shares = {}
+        if self._shares:
+            self._shares = {}
         if rule.by_slack and len(phases.deflected) > 1:
             self._shares = share_by_slack(
                 rule,
@@ -186,32 +197,43 @@ class KairosMixin(Scheduler):
                 [held.claim(key) for key, held in phases.deflected.items()],
                 self.max_num_scheduled_tokens,
             )
-        decoding, bound = phases.decoding, self._bound
-        # A request whose KV failed to load computes its prompt like any other.
-        joined = joining - self.failed_recving_kv_req_ids
+        return limiter
 
+    def _make_limiter(self, joined: set[str]) -> Callable[[Request, int, int], int]:
+        """The function that vLLM asks about every request of a step.
+
+        Args:
+            joined: Requests that join the decodes in it.
+        """
+        decoding, bound = self._phases.decoding, self._bound
+
+        # Decodes were counted when the step began. They are most of what is
+        # asked about, so they are told apart first.
         def limit(request: Request, computed: int, tokens: int) -> int:
-            # Decodes were counted when the step began. They are most of what
-            # is asked about, so they are told apart first.
-            request_id = request.request_id
-            if request_id in decoding or request_id in joined:
+            if request.request_id in decoding:
                 return tokens
             return bound(request, computed, tokens)
 
-        return limit
+        def limit_joined(request: Request, computed: int, tokens: int) -> int:
+            if request.request_id in joined:
+                return tokens
+            return limit(request, computed, tokens)
+
+        return limit_joined if joined else limit
 
     def _bound(self, request: Request, computed: int, tokens: int) -> int:
         """Tokens of a prefill in the step being scheduled."""
         request_id = request.request_id
         held = self._phases.deflected.get(request_id)
         load = self._load
+        rule = self._rule
         share = self._shares.get(request_id)
         if share is not None:
             granted = min(tokens, share)
         else:
-            tracker = held.tracker if held else None
-            granted = self._rule.chunk(load, computed, tokens, tracker)
-        if held is not None:
+            tracker = held.tracker if held is not None else None
+            granted = rule.chunk(load, computed, tokens, tracker)
+        if held is not None and rule.follows_schedule:
             held.other_tokens = load.tokens
         if granted == 0:
             granted = self._past_target(request, held, tokens)
@@ -222,7 +244,8 @@ class KairosMixin(Scheduler):
                 granted = 1
         if granted and share is None:
             load.add_prefill(granted, computed)
-            load.guarded |= held is not None
+            if held is not None:
+                load.guarded = True
         return granted
 
     def _past_target(
@@ -245,15 +268,9 @@ class KairosMixin(Scheduler):
         scheduler_output: SchedulerOutput,
         model_runner_output: ModelRunnerOutput,
     ) -> Any:
-        if not self._meter.on:
-            outputs = super().update_from_output(scheduler_output, model_runner_output)
-        else:
-            end_s = self.step_clock_s()
-            outputs = super().update_from_output(scheduler_output, model_runner_output)
-            self._meter.ended(scheduler_output, end_s)
-        if not self.requests:
-            self._take_snapshot()
-        return outputs
+        if self._timed:
+            self._meter.ended(scheduler_output, self.step_clock_s())
+        return self._stock_update_from_output(scheduler_output, model_runner_output)
 
     # -------------------------------------------------------------- report
 
