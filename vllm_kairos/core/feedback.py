@@ -11,7 +11,10 @@ wanted share of steps is expected to come out late.
 from __future__ import annotations
 
 import math
+from math import exp, log, sqrt
 from statistics import NormalDist
+
+_INFINITE = math.inf
 
 
 class Feedback:
@@ -116,24 +119,30 @@ class Feedback:
             predicted_ms: As the profile says, uncorrected.
             measured_ms: As it was.
         """
-        if not (0.0 < predicted_ms < math.inf and 0.0 < measured_ms < math.inf):
+        if not (0.0 < predicted_ms < _INFINITE and 0.0 < measured_ms < _INFINITE):
             return
+        # The engine waits for this in every step: attributes are read and
+        # written once.
+        late = measured_ms > self.tau_ms
         self.steps += 1
-        self.late += measured_ms > self.tau_ms
+        if late:
+            self.late += 1
         if not self._learns:
             return
         self._quiet_steps = 0
         ratio = self._log_ratio(predicted_ms, measured_ms)
         weight = self._weight = self._weight * self._decay + 1.0
-        delta = ratio - self._mean
-        self._mean += delta / weight
-        self._variance += (delta * (ratio - self._mean) - self._variance) / weight
-        if measured_ms > self.tau_ms:
-            self._trim *= 1.0 - self._TRIM_STEP * (1.0 - self._late_share)
+        mean, variance = self._mean, self._variance
+        delta = ratio - mean
+        self._mean = mean = mean + delta / weight
+        self._variance = variance + (delta * (ratio - mean) - variance) / weight
+        if late:
+            trim = self._trim * (1.0 - self._TRIM_STEP * (1.0 - self._late_share))
+            self._trim = trim if trim > self._LEAST_TRIM else self._LEAST_TRIM
         elif predicted_ms >= 0.97 * self.limit_ms:
             # A step far below the bound tells nothing of where it should be.
-            self._trim *= 1.0 + self._TRIM_STEP * self._late_share
-        self._trim = max(self._LEAST_TRIM, min(self._MOST_TRIM, self._trim))
+            trim = self._trim * (1.0 + self._TRIM_STEP * self._late_share)
+            self._trim = trim if trim < self._MOST_TRIM else self._MOST_TRIM
         self.limit_ms = self._limit_ms()
 
     def observe_decodes(self, predicted_ms: float, measured_ms: float) -> None:
@@ -144,7 +153,7 @@ class Feedback:
             measured_ms: As it was.
         """
         if not self._learns or not (
-            0.0 < predicted_ms < math.inf and 0.0 < measured_ms < math.inf
+            0.0 < predicted_ms < _INFINITE and 0.0 < measured_ms < _INFINITE
         ):
             return
         rate = 1.0 / self._QUIET_MEMORY_STEPS
@@ -162,10 +171,12 @@ class Feedback:
         self.limit_ms = self._limit_ms()
 
     def _log_ratio(self, predicted_ms: float, measured_ms: float) -> float:
-        ratio = math.log(measured_ms / predicted_ms)
-        return max(-self._MOST_LOG_RATIO, min(self._MOST_LOG_RATIO, ratio))
+        ratio = log(measured_ms / predicted_ms)
+        most = self._MOST_LOG_RATIO
+        return most if ratio > most else -most if ratio < -most else ratio
 
     def _limit_ms(self) -> float:
-        quantile = self._mean + self._z * math.sqrt(self._variance)
-        share = math.exp(-quantile) * self._trim
-        return self.tau_ms * min(share, self._beta_most * math.exp(-self._mean))
+        unbiased = exp(-self._mean)
+        share = unbiased * exp(-self._z * sqrt(self._variance)) * self._trim
+        most = self._beta_most * unbiased
+        return self.tau_ms * (share if share < most else most)

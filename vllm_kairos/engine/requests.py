@@ -142,19 +142,17 @@ class RequestPhases:
         else:
             self.waiting = {request_id: request, **self.waiting}
 
-    def note_step(self, output: SchedulerOutput, asked: bool = True) -> StepLoad | None:
+    def note_step(self, output: SchedulerOutput) -> StepLoad:
         """Account for a step that has just been scheduled.
 
         Called when the requests' ``num_computed_tokens`` have been advanced.
 
         Args:
             output: The step; it holds tokens.
-            asked: Whether anybody wants to know what it holds.
 
         Returns:
-            What the step holds; may be `None` where nobody asked. The single
-            token by which a request joins whose KV has arrived is a decode: it
-            costs what a decode costs.
+            What the step holds. The single token by which a request joins
+            whose KV has arrived is a decode: it costs what a decode costs.
         """
         for new in output.scheduled_new_reqs:
             self._note_cached(new.req_id)
@@ -162,20 +160,17 @@ class RequestPhases:
         for request_id in output.scheduled_cached_reqs.resumed_req_ids:
             self._start(request_id)
 
-        if not self.prefilling and not self.deflected:
-            total = output.total_num_scheduled_tokens
-            kv_tokens = self.decode_kv_tokens
-            self.decode_kv_tokens = kv_tokens + total
-            if not asked:
-                return None
-            return StepLoad(len(output.num_scheduled_tokens), kv_tokens, total)
         scheduled = output.num_scheduled_tokens
-        load = StepLoad(0, self.decode_kv_tokens)
-        joined_kv_tokens = 0
-        joined: set[str] = set()
+        total = output.total_num_scheduled_tokens
+        kv_tokens = self.decode_kv_tokens
+        prefilling = self.prefilling
+        if not prefilling and not self.deflected:
+            self.decode_kv_tokens = kv_tokens + total
+            return StepLoad(len(scheduled), kv_tokens, total)
+        load = StepLoad()
         finished: list[Request] = []
         for request_id, held in self.deflected.items():
-            tokens = scheduled.get(request_id, 0)
+            tokens = scheduled.get(request_id)
             if tokens:
                 request = held.request
                 computed = request.num_computed_tokens - tokens
@@ -184,32 +179,49 @@ class RequestPhases:
                 load.add_prefill(tokens, computed)
                 if not request.is_prefill_chunk:
                     finished.append(request)
-        for request_id, request in self.prefilling.items():
-            tokens = scheduled.get(request_id, 0)
-            if not tokens:
-                continue
-            computed = request.num_computed_tokens - tokens
-            if tokens == 1 and request_id in self._joining:
-                joined_kv_tokens += computed
-                joined.add(request_id)
-            else:
-                load.add_prefill(tokens, computed)
-            if not request.is_prefill_chunk:
-                finished.append(request)
-
+        joined = self._place_prefilling(scheduled, load, finished) if prefilling else ()
+        for request in joined:
+            # With the token of this step, which is counted below.
+            kv_tokens += request.num_computed_tokens - 1
         load.decodes = len(scheduled) - load.prefills
-        load.decode_tokens = output.total_num_scheduled_tokens - load.prefill_tokens
-        load.decode_kv_tokens += joined_kv_tokens
-        self.decode_kv_tokens += joined_kv_tokens + load.decode_tokens
-        self._joining.clear()
+        load.decode_tokens = total - load.prefill_tokens
+        load.decode_kv_tokens = kv_tokens
+        self.decode_kv_tokens = kv_tokens + load.decode_tokens
         for request in finished:
             request_id = request.request_id
-            self.prefilling.pop(request_id, None)
+            prefilling.pop(request_id, None)
             self.deflected.pop(request_id, None)
-            if request_id not in joined:
+            if request not in joined:
                 self.decode_kv_tokens += request.num_computed_tokens
             self.decoding[request_id] = request
         return load
+
+    def _place_prefilling(
+        self, scheduled: dict[str, int], load: StepLoad, finished: list[Request]
+    ) -> list[Request]:
+        """Place the ordinary prefills of a step in its load.
+
+        Args:
+            scheduled: Tokens by request.
+            load: Takes those that are prefills.
+            finished: Takes those whose prompt is done.
+
+        Returns:
+            Those that join the decodes instead, by a single token.
+        """
+        joined: list[Request] = []
+        for request_id, request in self.prefilling.items():
+            tokens = scheduled.get(request_id)
+            if not tokens:
+                continue
+            if tokens == 1 and request_id in self._joining:
+                joined.append(request)
+            else:
+                load.add_prefill(tokens, request.num_computed_tokens - tokens)
+            if not request.is_prefill_chunk:
+                finished.append(request)
+        self._joining.clear()
+        return joined
 
     def _note_cached(self, request_id: str) -> None:
         """A request is begun; what it had then was in the prefix cache."""

@@ -95,6 +95,10 @@ class KairosMixin(Scheduler):
         # Looked up once: a step of a small batch takes vLLM microseconds.
         self._stock_schedule = super().schedule
         self._stock_update_from_output = super().update_from_output
+        if not self._timed:  # Nothing of ours to do there.
+            self.update_from_output = (  # type: ignore[method-assign]
+                self._stock_update_from_output
+            )
         self._take_snapshot()
         self._heartbeat: Heartbeat | None = None
         address = _report_address(settings, self.vllm_config)
@@ -153,12 +157,25 @@ class KairosMixin(Scheduler):
         idle = not self.running
         started_s = self.step_clock_s()
         output = self._stock_schedule()
-        if output.total_num_scheduled_tokens:
-            load = self._phases.note_step(output, self._timed)
-            if load is not None:
+        tokens = output.total_num_scheduled_tokens
+        phases = self._phases
+        if self._timed:
+            if tokens:
+                load = phases.note_step(output)
                 self._meter.scheduled(output, load, started_s, not idle)
-        elif self._timed:
-            self._meter.scheduled_nothing()
+            else:
+                self._meter.scheduled_nothing()
+        elif (
+            phases.prefilling
+            or phases.deflected
+            or output.scheduled_new_reqs
+            or output.scheduled_cached_reqs.resumed_req_ids
+        ):
+            if tokens:
+                phases.note_step(output)
+        else:
+            # Decodes alone, and nobody asks what such a step holds.
+            phases.decode_kv_tokens += tokens
         # A node that has just got work says so at once, also in a long step.
         if idle or started_s >= self._snapshot_due_s:
             self._take_snapshot()
@@ -268,8 +285,7 @@ class KairosMixin(Scheduler):
         scheduler_output: SchedulerOutput,
         model_runner_output: ModelRunnerOutput,
     ) -> Any:
-        if self._timed:
-            self._meter.ended(scheduler_output, self.step_clock_s())
+        self._meter.ended(scheduler_output, self.step_clock_s())
         return self._stock_update_from_output(scheduler_output, model_runner_output)
 
     # -------------------------------------------------------------- report
