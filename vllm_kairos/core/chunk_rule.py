@@ -151,6 +151,8 @@ class Claim:
         wanted_tokens: Prompt tokens left.
         tracker: Its chunk schedule.
         deadline: When its first token is due, on any clock.
+        blocks: KV blocks it still needs.
+        running: Has a seat in the batch.
     """
 
     key: str
@@ -158,27 +160,80 @@ class Claim:
     wanted_tokens: int
     tracker: ChunkTracker
     deadline: float
+    blocks: int = 0
+    running: bool = True
+
+
+def still_refused(
+    refused: tuple[int, int] | None, free_blocks: int, free_seats: int
+) -> bool:
+    """Whether nothing has become free since the engine did not admit a prefill.
+
+    Args:
+        refused: Free blocks and seats when it did not, `None` if it never did.
+        free_blocks: KV blocks free.
+        free_seats: Requests that may still join the batch.
+    """
+    return (
+        refused is not None and free_blocks <= refused[0] and free_seats <= refused[1]
+    )
+
+
+def _by_slack(claim: Claim) -> tuple[float, int]:
+    return claim.deadline, claim.wanted_tokens
+
+
+def _that_fit(
+    claims: Sequence[Claim], free_blocks: int, free_seats: int
+) -> list[Claim]:
+    """Those that can all be finished beside one another, by slack.
+
+    One that runs already keeps its blocks while it is passed over, and one
+    that comes later is the first to be preempted. So what has been begun is
+    reckoned with before what has not.
+    """
+    fit = []
+    for claim in sorted(claims, key=lambda c: (not c.running, *_by_slack(c))):
+        free_blocks -= claim.blocks
+        if free_blocks < 0:
+            break
+        if not claim.running:
+            if free_seats <= 0:
+                break
+            free_seats -= 1
+        fit.append(claim)
+    return sorted(fit, key=_by_slack)
 
 
 def share_by_slack(
-    rule: ChunkRule, load: StepLoad, claims: Sequence[Claim], budget_tokens: int
+    rule: ChunkRule,
+    load: StepLoad,
+    claims: Sequence[Claim],
+    budget_tokens: int,
+    free_blocks: int,
+    free_seats: int,
 ) -> dict[str, int]:
     """Divide a step among deflected prefills, least slack first.
 
     Slack is the time to the deadline less what the prefill still has to do;
-    steps being of like length, tokens left stand for that.
+    steps being of like length, tokens left stand for that. Room is kept only
+    for prefills that the engine can admit and finish: what is kept for one
+    that it cannot is lost to those that hold the very blocks it waits for.
 
     Args:
         rule: Bounds each of them.
         load: The decodes of the step; the prefills are added to it.
         claims: The deflected prefills.
         budget_tokens: Of the whole step.
+        free_blocks: KV blocks free.
+        free_seats: Requests that may still join the batch.
 
     Returns:
-        Tokens by key; 0 where nothing is left.
+        Tokens by key, 0 where nothing is left; without those that no room is
+        kept for, which may have what is left when the engine comes to them.
     """
     shares: dict[str, int] = {}
-    for claim in sorted(claims, key=lambda c: (c.deadline, c.wanted_tokens)):
+    for claim in _that_fit(claims, free_blocks, free_seats):
         most = min(claim.wanted_tokens, budget_tokens - load.tokens)
         tokens = 0
         if most > 0:
@@ -197,4 +252,5 @@ __all__ = [
     "PlannedRule",
     "StepLoad",
     "share_by_slack",
+    "still_refused",
 ]

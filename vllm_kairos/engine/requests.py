@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
 from vllm_kairos.core.chunk_rule import Claim
 from vllm_kairos.core.chunk_tracker import ChunkTracker
@@ -31,6 +31,8 @@ class Deflected:
         tracker: Its position in its schedule.
         deadline_s: Unix time at which its first token is due.
         other_tokens: Tokens of the others when its chunk was last bounded.
+        refused: Free blocks and seats beside which the engine did not admit it
+            although room had been kept for it.
     """
 
     request: Request
@@ -38,17 +40,20 @@ class Deflected:
     tracker: ChunkTracker
     deadline_s: float
     other_tokens: int = 0
+    refused: tuple[int, int] | None = None
 
-    def claim(self, key: str) -> Claim:
+    def claim(self, key: str, block_size: int) -> Claim:
         """What it wants of the step being scheduled."""
         request = self.request
-        computed = request.num_computed_tokens
+        computed, tokens = request.num_computed_tokens, request.num_tokens
         return Claim(
             key,
             computed,
-            request.num_tokens - computed,
+            tokens - computed,
             self.tracker,
             self.deadline_s,
+            -(-tokens // block_size) + -computed // block_size,
+            request.status == RequestStatus.RUNNING,
         )
 
 

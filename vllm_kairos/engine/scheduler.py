@@ -28,6 +28,7 @@ from vllm_kairos.core.chunk_rule import (
     ChunkRule,
     PlannedRule,
     share_by_slack,
+    still_refused,
 )
 from vllm_kairos.core.feedback import Feedback
 from vllm_kairos.core.messages import (
@@ -71,6 +72,7 @@ class KairosMixin(Scheduler):
         self._phases = RequestPhases(self._rule.follows_schedule)
         self._load = StepLoad()
         self._shares: dict[str, int] = {}
+        self._free_before = (0, 0)
         self._malformed = 0
         self._overrides = 0
         self._snapshot: StateReport | None = None
@@ -161,6 +163,8 @@ class KairosMixin(Scheduler):
         phases = self._phases
         if self._timed:
             if tokens:
+                if self._shares:
+                    self._note_refused(output.num_scheduled_tokens)
                 load = phases.note_step(output)
                 self._meter.scheduled(output, load, started_s, not idle)
             else:
@@ -205,16 +209,43 @@ class KairosMixin(Scheduler):
             load.decode_tokens += sum(
                 len(request.spec_token_ids) for request in phases.decoding.values()
             )
-        if self._shares:
-            self._shares = {}
+        self._shares = {}
         if rule.by_slack and len(phases.deflected) > 1:
-            self._shares = share_by_slack(
-                rule,
-                load,
-                [held.claim(key) for key, held in phases.deflected.items()],
-                self.max_num_scheduled_tokens,
-            )
+            self._shares = self._share_by_slack(load)
         return limiter
+
+    def _share_by_slack(self, load: StepLoad) -> dict[str, int]:
+        """Tokens of each deflected prefill that room is kept for."""
+        groups = len(self.kv_cache_config.kv_cache_groups)
+        blocks = self.kv_cache_manager.block_pool.get_num_free_blocks() // groups
+        seats = self.max_num_running_reqs - len(self.running)
+        shares = share_by_slack(
+            self._rule,
+            load,
+            [
+                held.claim(key, self.block_size)
+                for key, held in self._phases.deflected.items()
+                if not still_refused(held.refused, blocks, seats)
+            ],
+            self.max_num_scheduled_tokens,
+            blocks,
+            seats,
+        )
+        self._free_before = blocks, seats
+        return shares
+
+    def _note_refused(self, scheduled: dict[str, int]) -> None:
+        """Keep no room again for whom it was kept in vain.
+
+        vLLM has more reasons to pass over a waiting request than blocks and
+        seats: the head of its queue, adapters, a grammar not yet compiled.
+        """
+        for request_id, share in self._shares.items():
+            held = self._phases.deflected.get(request_id)
+            if held is not None and share:
+                taken = request_id in scheduled
+                held.refused = None if taken else self._free_before
+        self._shares = {}
 
     def _make_limiter(self, joined: set[str]) -> Callable[[Request, int, int], int]:
         """The function that vLLM asks about every request of a step.

@@ -108,6 +108,7 @@ class EngineRequest:
         remote: State of remote KV.
         tracker: Place in its chunk schedule, `None` for an ordinary request.
         other_tokens: Tokens of the others when its chunk was last bounded.
+        refused: Free blocks and seats beside which it was not admitted.
         priority: Lower is served first, on nodes that go by priority.
         order: Breaks ties of `priority`: order of arrival.
         blocks: KV blocks held.
@@ -128,6 +129,7 @@ class EngineRequest:
         "remote",
         "tracker",
         "other_tokens",
+        "refused",
         "priority",
         "order",
         "blocks",
@@ -163,6 +165,7 @@ class EngineRequest:
         self.remote = Remote.WANTED if leg == Leg.DECODE else Remote.NONE
         self.tracker = ChunkTracker(chunks) if chunks else None
         self.other_tokens = 0
+        self.refused: tuple[int, int] | None = None
         self.priority = priority
         self.order = user.index
         self.blocks = 0

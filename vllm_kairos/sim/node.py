@@ -17,6 +17,7 @@ from vllm_kairos.core.chunk_rule import (
     Claim,
     PlannedRule,
     share_by_slack,
+    still_refused,
 )
 from vllm_kairos.core.step_load import StepLoad
 from vllm_kairos.sim.engine_request import EngineRequest, Leg, Phase, Remote
@@ -70,6 +71,7 @@ class Node:
         "overrides",
         "_limiting",
         "_shares",
+        "_free_before",
     )
 
     def __init__(self, name: str, limits: NodeLimits, rule: ChunkRule | None = None):
@@ -96,6 +98,7 @@ class Node:
         self.overrides = 0
         self._limiting = False
         self._shares: dict[EngineRequest, int] | None = None
+        self._free_before = (0, 0)
 
     # ------------------------------------------------------------- requests
 
@@ -157,6 +160,8 @@ class Node:
             self._schedule_waiting(now_ms, budget)
         if not self.scheduled:
             return False
+        if self._shares:
+            self._note_refused(self._shares)
         self._note_step()
         return True
 
@@ -322,6 +327,9 @@ class Node:
 
     def _share_by_slack(self) -> dict[EngineRequest, int]:
         held = dict(enumerate(self.deflected))
+        blocks = self.kv.free_blocks
+        seats = self.limits.max_num_seqs - len(self.running)
+        size = self.limits.block_size
         shares = share_by_slack(
             self.rule,
             self.load,
@@ -332,13 +340,26 @@ class Node:
                     request.tokens - request.computed,
                     request.tracker,
                     request.due_ms,
+                    -(-request.tokens // size) + -request.computed // size,
+                    request.phase == Phase.PREFILL,
                 )
                 for place, request in held.items()
                 if request.tracker is not None
+                and not still_refused(request.refused, blocks, seats)
             ],
             self.limits.budget_tokens,
+            blocks,
+            seats,
         )
+        self._free_before = blocks, seats
         return {held[int(place)]: tokens for place, tokens in shares.items()}
+
+    def _note_refused(self, shares: dict[EngineRequest, int]) -> None:
+        """As ``KairosScheduler._note_refused``."""
+        taken = {request for request, _ in self.scheduled}
+        for request, share in shares.items():
+            if share:
+                request.refused = None if request in taken else self._free_before
 
     def _limit(
         self, request: EngineRequest, computed: int, tokens: int, now_ms: float
