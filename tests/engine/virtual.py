@@ -94,6 +94,7 @@ def make_scheduler(
     prefix_caching: bool = False,
     policy: str = "fcfs",
     speculative_tokens: int = 0,
+    chunked_prefill: bool = True,
 ) -> Scheduler:
     """A scheduler as EngineCore makes it, reports off unless asked for."""
     if scheduler_class is None:
@@ -105,6 +106,7 @@ def make_scheduler(
         prefix_caching,
         policy,
         speculative_tokens,
+        chunked_prefill,
     )
     config.additional_config = {"kairos": {"report_address": "", **(kairos or {})}}
     config.cache_config.num_gpu_blocks = num_blocks
@@ -132,6 +134,7 @@ def _config(
     prefix_caching: bool,
     policy: str,
     speculative_tokens: int,
+    chunked_prefill: bool,
 ) -> VllmConfig:
     """The configuration is most of what a scheduler costs to make."""
     speculative = None
@@ -144,7 +147,7 @@ def _config(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=budget_tokens,
             max_model_len=65536,
-            enable_chunked_prefill=True,
+            enable_chunked_prefill=chunked_prefill,
             async_scheduling=async_scheduling,
             is_encoder_decoder=False,
             policy=policy,

@@ -92,6 +92,13 @@ class KairosMixin(Scheduler):
             OnlineError(warn_percent=settings.error_warning_percent),
             _refit_command(self.vllm_config, settings),
         )
+        self._splits_prompts = self.scheduler_config.enable_chunked_prefill
+        if not self._splits_prompts:
+            logger.warning(
+                "Kairos: chunked prefill is off, so prompts are computed whole: "
+                "chunk schedules are not followed and decodes wait for them. "
+                "State reports tell proxies to deflect nothing to this engine."
+            )
         self._timed = self._meter.on
         self._limiter = self._make_limiter(set())
         # Looked up once: a step of a small batch takes vLLM microseconds.
@@ -193,6 +200,10 @@ class KairosMixin(Scheduler):
         if not phases.deflected and not (
             rule.limits_ordinary and (phases.waiting or phases.prefilling)
         ):
+            return None
+        if not self._splits_prompts:
+            # The model or its user wants prompts whole, and a bound that is
+            # below one would hold it back for as long as anybody decodes.
             return None
         joining = self.finished_recving_kv_req_ids
         decodes = len(phases.decoding) + len(joining)
@@ -377,6 +388,8 @@ class KairosMixin(Scheduler):
 
     def _limit_ms(self) -> float | None:
         """Bound on a predicted step that is safe by what this engine has seen."""
+        if not self._splits_prompts:
+            return 0.0  # No chunk is.
         if self._rule.limit_ms is not None or self.kairos.profile is None:
             return self._rule.limit_ms
         beta = self._meter.errors.effective_beta(self.kairos.beta)
