@@ -86,18 +86,37 @@ def shocked() -> Feedback:
     return feedback
 
 
-def test_a_bound_that_admits_nothing_recovers_by_decodes_alone() -> None:
+def test_a_bound_that_admits_nothing_recovers() -> None:
+    """By decodes alone until a prefill fits, and then by prefills."""
     feedback = shocked()
     for _ in range(1500):
         feedback.observe_decodes(10.0, 10.0)
-    assert feedback.limit_ms > 0.85 * TAU_MS
+    assert feedback.limit_ms > 20.0
+    run(feedback, 300, 0.0, 0.0)
+    assert feedback.limit_ms > 0.8 * TAU_MS
 
 
 def test_it_recovers_no_further_than_the_decodes_warrant() -> None:
     feedback = shocked()
     for _ in range(5000):
-        feedback.observe_decodes(10.0, 15.0)
-    assert 0.5 * TAU_MS < feedback.limit_ms < TAU_MS / 1.5
+        feedback.observe_decodes(40.0, 60.0)
+    assert 40.0 < feedback.limit_ms < TAU_MS / 1.5
+
+
+@pytest.mark.parametrize("bias", [0.1, 0.25, 0.5])
+@pytest.mark.parametrize("quiet_steps", [150, 600])
+def test_long_spells_without_a_prefill_cost_no_late_steps(
+    bias: float, quiet_steps: int
+) -> None:
+    """The prefills' bias is not that of the decodes, and is kept."""
+    feedback = Feedback(TAU_MS, 0.9)
+    rng = random.Random(1)
+    late: list[bool] = []
+    for burst in range(200):
+        for _ in range(quiet_steps):
+            feedback.observe_decodes(25.0, 25.0 * rng.lognormvariate(0.0, 0.05))
+        late += run(feedback, 20, 0.05, bias, seed=burst)
+    assert sum(late[1000:]) / len(late[1000:]) <= 0.0075
 
 
 def test_decodes_between_prefills_change_nothing() -> None:

@@ -515,6 +515,23 @@ async def test_without_reports_a_node_has_a_time_limit_though_it_answers_health(
     assert asyncio.get_running_loop().time() - started >= 1.0
 
 
+async def test_a_node_that_serves_on_without_reports_lives_without_them(
+    cluster: MakeCluster, client: aiohttp.ClientSession
+) -> None:
+    c = cluster(with_state=True, **QUICK)
+    await c.reports_arrived()
+    c.decode[0].state = None
+    await asyncio.sleep(0.5)
+    assert (await post(c, client))[::2] == (200, "kept")
+
+    async def slow(request: web.Request, body: Any) -> web.StreamResponse:
+        await asyncio.sleep(0.7)
+        return await c.decode[0].answer(request, body)
+
+    c.decode[0].behaviour = slow
+    assert (await post(c, client))[::2] == (200, "kept")
+
+
 async def test_a_client_that_reads_slowly_is_no_fault_of_the_node(
     cluster: MakeCluster,
 ) -> None:

@@ -32,7 +32,8 @@ class Feedback:
 
     A bound can fall so low that no prefill fits any more, and then no step
     would ever tell that the trouble is over. So after a while without a prefill
-    what was learnt gives way to what steps of decodes alone are telling.
+    and with next to no room for one, what was learnt gives way to what steps of
+    decodes alone are telling, until there is some room to learn anew in.
 
     Args:
         tau_ms: TBT SLO.
@@ -53,6 +54,9 @@ class Feedback:
     #: come more often than that. And the memory of what comes after them.
     _QUIET_STEPS = 64
     _QUIET_MEMORY_STEPS = 200
+    #: Room above the decodes, as a share of what the starting bound gives them,
+    #: from which on prefills tell enough by themselves.
+    _ROOM_TO_LEARN = 0.25
     #: Outside of these a profile is of another machine.
     _MOST_LOG_RATIO = math.log(4.0)
 
@@ -73,6 +77,7 @@ class Feedback:
         "_quiet_steps",
         "_decode_mean",
         "_decode_variance",
+        "_first_limit_ms",
     )
 
     def __init__(
@@ -100,7 +105,7 @@ class Feedback:
         self._quiet_steps = 0
         self._decode_mean = 0.0
         self._decode_variance = self._variance
-        self.limit_ms = self._limit_ms()
+        self._first_limit_ms = self.limit_ms = self._limit_ms()
 
     @property
     def bias(self) -> float:
@@ -163,8 +168,14 @@ class Feedback:
             (1.0 - rate) * delta * delta - self._decode_variance
         )
         self._quiet_steps += 1
-        if self._quiet_steps <= self._QUIET_STEPS:
+        room_ms = self._first_limit_ms - predicted_ms
+        if (
+            self._quiet_steps <= self._QUIET_STEPS
+            or self.limit_ms - predicted_ms >= self._ROOM_TO_LEARN * room_ms
+        ):
             return
+        # What is forgotten weighs no more against what comes.
+        self._weight += rate * (self._PRIOR_STEPS - self._weight)
         self._mean += rate * (self._decode_mean - self._mean)
         self._variance += rate * (self._decode_variance - self._variance)
         self._trim += rate * (1.0 - self._trim)

@@ -36,6 +36,9 @@ from vllm_kairos.proxy.flags import (
 )
 from vllm_kairos.proxy.forward import api_key_header
 
+#: Seconds that answers under way have to end when the proxy is stopped.
+_GRACE_S = 30
+
 logger = logging.getLogger(__name__)
 
 
@@ -60,7 +63,11 @@ def run(args: argparse.Namespace) -> int:
         host, port = listener.getsockname()[:2]
         logger.info("Proxy at http://%s:%d, policy %s", host, port, settings.policy)
         config = uvicorn.Config(
-            make_app(settings), log_level="warning", access_log=False
+            make_app(settings),
+            log_level="warning",
+            access_log=False,
+            # A stop waits for answers under way, but not for a hung node's.
+            timeout_graceful_shutdown=_GRACE_S,
         )
         uvicorn.Server(config).run(sockets=[listener])
     return 0

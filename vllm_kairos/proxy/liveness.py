@@ -52,6 +52,8 @@ class Wait:
     ) -> None:
         self._liveness.waits.discard(self)
         if not self.silent:
+            if kind is None:
+                self._liveness.served(self.node)
             return
         if sys.version_info >= (3, 11):
             assert self._task is not None
@@ -91,12 +93,28 @@ class Liveness:
         self._node_timeout_s = node_timeout_s
         self._answer_timeout_s = answer_timeout_s
         self._heard_s: dict[Node, float] = {}
+        self._served_s: dict[Node, float] = {}
         self._asking: dict[Node, asyncio.Task[None]] = {}
         self._task = asyncio.create_task(self._run())
 
     def wait(self, node: Node) -> Wait:
         """A wait for the node that starts now."""
         return Wait(self, node)
+
+    def served(self, node: Node) -> None:
+        """What was waited for has come from the node."""
+        self._served_s[node] = time.monotonic()
+
+    def _reports(self, node: Node) -> bool:
+        """Whether the node's reports are a sign of its life.
+
+        One that serves long after its last report lives without them: it was
+        started anew with reports off, or their path is broken.
+        """
+        if node.report is None:
+            return False
+        served_s = self._served_s.get(node, -math.inf)
+        return served_s - node.received_s < self._node_timeout_s
 
     async def _run(self) -> None:
         pause_s = min(_LOOK_S, self._node_timeout_s / 4)
@@ -118,7 +136,7 @@ class Liveness:
             if math.isinf(since_s) or now_s - since_s < limit_s:
                 continue
             node = wait.node
-            if node.report is not None:
+            if self._reports(node):
                 if now_s - node.received_s >= limit_s:
                     wait.end()
                     continue
