@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import aiohttp
@@ -11,14 +12,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.proxy.conftest import Cluster, MakeCluster
-from tests.proxy.stubs import report, until
+from tests.proxy.stubs import hang, report, until
 from vllm_kairos.core.fleet import Request
 from vllm_kairos.core.messages import parse_schedule, ticket_of
 from vllm_kairos.core.route import Route
 from vllm_kairos.proxy.body import CHAT, COMPLETIONS, Body
 from vllm_kairos.proxy.metrics import ProxyMetrics
 from vllm_kairos.proxy.prompt_length import PromptCounter
-from vllm_kairos.proxy.residency import PIECE_TOKENS, Residency, prefix_hashes
+from vllm_kairos.proxy.residency import (
+    MOST_UNTOLD,
+    PIECE_TOKENS,
+    TOLD_WITHIN_S,
+    Residency,
+    prefix_hashes,
+)
 
 
 def caching(**changes: Any) -> Any:
@@ -27,7 +34,7 @@ def caching(**changes: Any) -> Any:
 
 def holding(**changes: Any) -> Residency:
     residency = Residency()
-    residency.observe(caching(**changes), False)
+    residency.observe(caching(**changes), False, 0.0)
     return residency
 
 
@@ -96,12 +103,12 @@ def test_an_engine_that_does_not_cache_or_does_not_say_so_holds_nothing() -> Non
     for said in (None, report()):
         residency = Residency()
         if said is not None:
-            residency.observe(said, False)
+            residency.observe(said, False, 0.0)
         residency.note(hashes)
         assert residency.cached_tokens(hashes, 1000) == 0
     residency = holding()
     residency.note(hashes)
-    residency.observe(report(seq=2), False)
+    residency.observe(report(seq=2), False, 1.0)
     assert residency.cached_tokens(hashes, 1000) == 0
 
 
@@ -111,15 +118,87 @@ def test_a_prefix_that_was_not_found_is_gone_and_all_that_is_older_with_it() -> 
     for hashes in (first, second, third):
         residency.note(hashes)
     residency.expect("t", second)
-    residency.observe(caching(seq=2, cached=[("t", 0), ("other", 0)]), False)
+    said = [("t", 0), ("other", 0)]
+    residency.observe(caching(seq=2, cached=said), False, 1.0)
     left = [residency.cached_tokens(h, 1000) for h in (first, second, third)]
     assert left == [0, 0, 256]
     # What was computed again meanwhile is not taken away by a late word.
     residency.note(first)
     residency.expect("u", first)
     residency.note(first)
-    residency.observe(caching(seq=3, cached=[("u", 0)]), False)
+    residency.observe(caching(seq=3, cached=[("u", 0)]), False, 2.0)
     assert residency.cached_tokens(first, 1000) == 256
+
+
+def twice_asked() -> tuple[Residency, list[tuple[int, ...]]]:
+    """Three prompts are held; the second was asked for again, and is computed."""
+    prompts = [prefix_hashes([n] * 256) for n in (1, 2, 3)]
+    residency = holding()
+    for hashes in prompts:
+        residency.note(hashes)
+    residency.expect("t", prompts[1])
+    residency.over("t", 1.0)
+    residency.note(prompts[1])
+    return residency, prompts
+
+
+def test_a_report_that_comes_after_the_prefill_still_corrects_what_is_believed() -> (
+    None
+):
+    residency, prompts = twice_asked()
+    residency.observe(caching(seq=2), False, 1.1)
+    residency.observe(caching(seq=3, cached=[("t", 0)]), False, 1.2)
+    # The first is older than the second was; that one has been computed since.
+    assert [residency.cached_tokens(h, 1000) for h in prompts] == [0, 256, 256]
+
+
+def test_a_report_is_waited_for_no_longer_than_it_may_take() -> None:
+    residency, prompts = twice_asked()
+    residency.observe(caching(seq=2), False, 1.1 + TOLD_WITHIN_S)
+    residency.observe(caching(seq=3, cached=[("t", 0)]), False, 1.2 + TOLD_WITHIN_S)
+    assert [residency.cached_tokens(h, 1000) for h in prompts] == [256, 256, 256]
+
+
+@given(
+    steps=st.lists(
+        st.tuples(st.sampled_from("eor"), st.integers(0, 7), st.floats(0.0, 1.0)),
+        max_size=60,
+    )
+)
+def test_of_prompts_that_are_over_few_and_none_for_long_are_waited_on(
+    steps: list[tuple[str, int, float]],
+) -> None:
+    residency, hashes, now_s = holding(), prefix_hashes([1] * 64), 0.0
+    residency.note(hashes)
+    over: dict[str, float] = {}
+    for step, number, waited_s in steps:
+        now_s += waited_s
+        ticket = str(number)
+        if step == "e":
+            residency.expect(ticket, hashes)
+            over.pop(ticket, None)
+        elif step == "o" and ticket in residency._expected:
+            residency.over(ticket, now_s)
+            over[ticket] = now_s
+        elif step == "r":
+            residency.observe(caching(cached=[(ticket, 64)]), False, now_s)
+            over.pop(ticket, None)
+            over = {t: s for t, s in over.items() if now_s - s <= TOLD_WITHIN_S}
+            assert residency._untold.keys() == over.keys()
+    # The node is dead and reports no more.
+    for number in range(MOST_UNTOLD + 10):
+        residency.expect(f"x{number}", hashes)
+        residency.over(f"x{number}", now_s)
+    assert len(residency._untold) == MOST_UNTOLD
+
+
+def test_a_new_process_is_not_taken_at_the_word_of_the_old_one() -> None:
+    residency, prompts = twice_asked()
+    residency.observe(caching(incarnation="two"), True, 1.1)
+    for hashes in prompts:
+        residency.note(hashes)
+    residency.observe(caching(seq=2, incarnation="two", cached=[("t", 0)]), False, 1.2)
+    assert [residency.cached_tokens(h, 1000) for h in prompts] == [256, 256, 256]
 
 
 async def prefixes(body: dict[str, Any], path: str = COMPLETIONS) -> tuple[int, ...]:
@@ -249,6 +328,39 @@ async def test_a_node_that_lost_its_cache_is_believed_to_hold_nothing(
     await ask(c, client, TURN_2)
     assert seen.requests[1].cached == {}
     assert seen.routes[1].estimates.ttft_decode_ms > 80.0
+
+
+@pytest.mark.parametrize("left", [False, True])
+async def test_what_a_node_says_after_its_first_byte_is_heard(
+    cluster: MakeCluster, client: aiohttp.ClientSession, left: bool
+) -> None:
+    """Also where the client did not wait for that byte."""
+    c = cluster(1, 1, "kairos", True, True, policy_options={"dispatch": "eager"})
+    c.prefill[0].state = report(prefills=[(3000, 0)])
+    stub = c.decode[0]
+    stub.state = report(prefix_caching=True)
+    await c.reports_arrived()
+    node = c.proxy.kairos.service.fleet[stub.address]  # type: ignore[attr-defined]
+    await until(lambda: node.report.prefix_caching)
+    for prompt in (TURN_1[::-1], TURN_1):
+        assert await ask(c, client, prompt) == "deflected"
+    older = prefix_hashes(TURN_1[::-1], (None, None))
+    assert node.residency.cached_tokens(older, 1000) == 640
+    if left:
+        stub.behaviour = hang
+        with pytest.raises(asyncio.TimeoutError):
+            async with asyncio.timeout(0.3):
+                await ask(c, client, TURN_2)
+        await until(lambda: stub.cancelled == 1)
+    else:
+        assert await ask(c, client, TURN_2) == "deflected"
+    await until(lambda: not node.residency._expected)
+    ticket = ticket_of(stub.bodies()[-1]["kv_transfer_params"])
+    stub.state = report(prefix_caching=True, cached=[(ticket, 0)])
+    await until(lambda: node.report.cached == [(ticket, 0)])
+    assert node.residency.cached_tokens(older, 1000) == 0
+    newer = prefix_hashes(TURN_1, (None, None))
+    assert node.residency.cached_tokens(newer, 1000) == (0 if left else 640)
 
 
 async def test_a_prefill_node_and_the_decode_node_that_fetched_both_hold_it(

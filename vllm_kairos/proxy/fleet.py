@@ -111,7 +111,7 @@ class Node:
         self.received_s = now_s
         self._read(report)
         self.ledger.observe(report, now_s)
-        self.residency.observe(report, restarted)
+        self.residency.observe(report, restarted, now_s)
         return True
 
     def state(self, now_s: float, max_age_s: float) -> NodeState:

@@ -210,7 +210,7 @@ class Dispatcher:
             return None
         finally:
             node.ledger.close(job.ticket)
-            node.residency.over(job.ticket)
+            node.residency.over(job.ticket, time.monotonic())
         node.residency.note(job.length.prefixes)
         try:
             answer = decode_prefill_reply(data)
@@ -322,9 +322,9 @@ class Dispatcher:
             )
         except BaseException:
             node.ledger.close(job.ticket)
-            node.residency.over(job.ticket)
+            node.residency.over(job.ticket, time.monotonic())
             raise
-        node.residency.over(job.ticket)
+        node.residency.over(job.ticket, time.monotonic())
         if reply.status == 200:
             node.residency.note(job.length.prefixes)
         node.ledger.decoding(job.ticket, time.monotonic())

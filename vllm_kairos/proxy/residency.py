@@ -18,6 +18,12 @@ from vllm_kairos.core.messages import StateReport
 #: Tokens of a piece of a prompt. What nodes share is told in whole pieces, and
 #: rounded down to whole blocks of the node.
 PIECE_TOKENS = 64
+#: How long a report may still tell what was found of a prompt whose prefill is
+#: over: a short one ends well before the next heartbeat, and in a long step
+#: no report is written anew.
+TOLD_WITHIN_S = 2.0
+#: Prompts whose prefill is over that a report is waited for on.
+MOST_UNTOLD = 1024
 
 
 def prefix_hashes(token_ids: Sequence[int], salt: object = None) -> tuple[int, ...]:
@@ -51,7 +57,11 @@ class Residency:
         self._uses = 0
         self._most = 0
         self._block_size = 1
+        #: By ticket when the prefixes that a prompt began with were last used:
+        #: of those being prefilled, and of those done, oldest first, with the
+        #: time that they were.
         self._expected: dict[str, list[int]] = {}
+        self._untold: OrderedDict[str, tuple[list[int], float]] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._used)
@@ -85,13 +95,31 @@ class Residency:
 
     def expect(self, ticket: str, hashes: Sequence[int]) -> None:
         """A prompt is sent there, which a report may say more of."""
+        self._untold.pop(ticket, None)
         found = self._found(hashes)
         if found:
             self._expected[ticket] = [self._used[h] for h in hashes[:found]]
 
-    def over(self, ticket: str) -> None:
-        """No report on it is waited for any more."""
-        self._expected.pop(ticket, None)
+    def over(self, ticket: str, now_s: float) -> None:
+        """Its prefill is over, whichever way; a report on it may yet come.
+
+        Args:
+            ticket: One that was expected; others are ignored.
+            now_s: Monotonic clock.
+        """
+        stamps = self._expected.pop(ticket, None)
+        if stamps is not None:
+            self._untold[ticket] = stamps, now_s
+            self._give_up(now_s)
+
+    def _give_up(self, now_s: float) -> None:
+        """Wait no more for what should have been told, or is too much."""
+        untold = self._untold
+        while untold:
+            _, over_s = next(iter(untold.values()))
+            if len(untold) <= MOST_UNTOLD and now_s - over_s <= TOLD_WITHIN_S:
+                return
+            untold.popitem(last=False)
 
     def note(self, hashes: Sequence[int]) -> None:
         """The node has a prompt's KV in its cache now."""
@@ -108,12 +136,13 @@ class Residency:
         while len(self._used) > self._most:
             self._used.popitem(last=False)
 
-    def observe(self, report: StateReport, restarted: bool) -> None:
+    def observe(self, report: StateReport, restarted: bool, now_s: float) -> None:
         """Reconcile with a report of the node.
 
         Args:
             report: The report.
             restarted: It is the first of a new process.
+            now_s: When it came, on the monotonic clock.
         """
         self._most = 0
         if report.prefix_caching:
@@ -123,12 +152,15 @@ class Residency:
         if restarted:
             self._used.clear()
             self._expected.clear()
+            self._untold.clear()
         for ticket, tokens in report.cached:
-            stamps = self._expected.pop(ticket, None)
+            stamps, _ = self._untold.pop(ticket, (None, 0.0))
+            stamps = self._expected.pop(ticket, stamps)
             place = max(0, tokens) // PIECE_TOKENS
             # The last piece may lack its last token, which is always computed.
             if stamps is not None and place < len(stamps) - 1:
                 self._forget(stamps[place])
+        self._give_up(now_s)
         self._shrink()
 
     def _forget(self, stamp: int) -> None:
