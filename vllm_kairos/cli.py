@@ -19,7 +19,7 @@ import sys
 from collections.abc import Sequence
 
 from vllm_kairos.files import UserError
-from vllm_kairos.signals import Terminated
+from vllm_kairos.signals import Terminated, cleaning_up_on_sigterm
 
 COMMANDS = {
     "patch": (
@@ -105,7 +105,8 @@ def _run(words: list[str]) -> int:
     module.add_arguments(parser)
     args = parser.parse_args(words[1:])
     try:
-        return int(module.run(args))
+        with cleaning_up_on_sigterm():
+            return int(module.run(args))
     except UserError as error:
         print(f"vllm-kairos {name}: error: {error}", file=sys.stderr)
         return 2

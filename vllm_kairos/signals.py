@@ -31,8 +31,7 @@ def _terminate(_: int, __: FrameType | None) -> None:
 def cleaning_up_on_sigterm() -> Iterator[None]:
     """SIGTERM raises `Terminated` in here, so that every `finally` is run.
 
-    Also a decorator: ``@cleaning_up_on_sigterm()``. Nothing changes outside
-    the main thread, which alone may set handlers.
+    Nothing changes outside the main thread, which alone may set handlers.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

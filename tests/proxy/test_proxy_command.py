@@ -12,14 +12,16 @@ import shutil
 import signal
 import socket
 import sys
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import aiohttp
 import pytest
+from aiohttp import web
 
-from tests.proxy.stubs import MODEL, StubEngine, profile, report
+from tests.proxy.stubs import MODEL, StubEngine, profile, report, until
 from vllm_kairos import cli, patching
 from vllm_kairos.core.messages import parse_schedule
 from vllm_kairos.core.policies import policies
@@ -132,8 +134,55 @@ async def test_the_command_deflects(engines: list[StubEngine], tmp_path: Path) -
     async with process("-m", "vllm_kairos.cli", "proxy", *flags) as run:
         await answers(f"http://127.0.0.1:{port}", run)
         await deflects(f"http://127.0.0.1:{port}", engines)
-    # uvicorn shuts down in order, then hands the signal on.
-    assert run.returncode == -signal.SIGTERM
+    # As every other command.
+    assert run.returncode == 128 + signal.SIGTERM
+
+
+async def stream_then(
+    stub: StubEngine, request: web.Request, pause_s: float
+) -> web.StreamResponse:
+    """A stream whose end comes a while after its first event."""
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+    await response.prepare(request)
+    await response.write(stub.chunks[0])
+    await asyncio.sleep(pause_s)
+    for chunk in stub.chunks[1:]:
+        await response.write(chunk)
+    return response
+
+
+@pytest.mark.parametrize("pause_s", [0.5, 600.0])
+async def test_a_stop_waits_for_a_stream_but_not_for_a_hung_one(
+    engines: list[StubEngine], pause_s: float
+) -> None:
+    stub, port = engines[2], free_port()
+    stub.behaviour = lambda request, _: stream_then(stub, request, pause_s)
+    flags = [*node_flags(engines, port), "--tokenizer", "none", "--stop-grace-s", 1]
+    url = f"http://127.0.0.1:{port}"
+    async with process("-m", "vllm_kairos.cli", "proxy", *flags) as run:
+        await answers(url, run)
+        async with (
+            aiohttp.ClientSession() as client,
+            client.post(
+                f"{url}/v1/completions", json={**PROMPT, "stream": True}
+            ) as answer,
+        ):
+            assert await answer.content.readany() == stub.chunks[0]
+            stopped_s = time.monotonic()
+            run.send_signal(signal.SIGTERM)
+            if pause_s < 1.0:
+                assert await answer.content.read() == b"".join(stub.chunks[1:])
+            else:
+                with pytest.raises(aiohttp.ClientPayloadError):
+                    await answer.content.read()
+                assert time.monotonic() - stopped_s >= 1.0
+            out, _ = await asyncio.wait_for(run.communicate(), 10)
+    assert time.monotonic() - stopped_s < 4.0
+    assert run.returncode == 128 + signal.SIGTERM
+    assert out.decode().splitlines()[-1] == "vllm-kairos proxy: terminated"
+    assert "Traceback" not in out.decode(), out.decode()
+    # The engine is told: nobody reads the rest.
+    await until(lambda: stub.cancelled == (pause_s > 1.0))
 
 
 async def test_the_patched_script_deflects(
@@ -228,6 +277,7 @@ BAD = {
     "slo": (["--decode", "h:1", "--ttft-slo-ms", "inf"], "--ttft-slo-ms"),
     "chunks": (["--decode", "h:1", "--chunk-candidates", "0"], "--chunk-candidates"),
     "age": (["--decode", "h:1", "--state-max-age-ms", "0"], "--state-max-age-ms"),
+    "grace": (["--decode", "h:1", "--stop-grace-s", "-1"], "--stop-grace-s is -1"),
     "policy": (["--decode", "h:1", "--scheduling-policy", "x"], "'x'"),
     "policy, all known": (
         ["--decode", "h:1", "--scheduling-policy", "foo"],

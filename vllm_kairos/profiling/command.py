@@ -39,7 +39,6 @@ from vllm_kairos.profiling.errors import PHASES
 from vllm_kairos.profiling.fit import fit_steps
 from vllm_kairos.profiling.report import draw, report_text
 from vllm_kairos.profiling.steps import Steps, read_steps
-from vllm_kairos.signals import cleaning_up_on_sigterm
 
 _UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
 _LEAST_BUDGET_S = 20.0
@@ -137,7 +136,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-@cleaning_up_on_sigterm()
 def run(args: argparse.Namespace) -> int:
     """Run `vllm-kairos profile`."""
     _check_flags(args)

@@ -10,6 +10,10 @@ examples:
       --scheduling-policy kairos --profile P.json \\
       --engine-state tcp://HOST:15600 tcp://HOST:15601
       prefills are deflected to the decode engine where that is faster and safe
+
+Ctrl-C or SIGTERM stop it: no new connections, and answers under way have
+--stop-grace-s to end. Its exit code is then 130 or 143, as that of every command
+here; a systemd unit says SuccessExitStatus=143.
 """
 
 from __future__ import annotations
@@ -36,9 +40,6 @@ from vllm_kairos.proxy.flags import (
 )
 from vllm_kairos.proxy.forward import api_key_header
 
-#: Seconds that answers under way have to end when the proxy is stopped.
-_GRACE_S = 30
-
 logger = logging.getLogger(__name__)
 
 
@@ -46,6 +47,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of `vllm-kairos proxy`."""
     add_node_arguments(parser)
     add_routing_arguments(parser)
+    parser.add_argument(
+        "--stop-grace-s",
+        type=int,
+        default=30,
+        metavar="S",
+        help="Seconds that answers under way have to end when the proxy is stopped; "
+        "those of a hung node are broken off then (%(default)s)",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -57,6 +66,8 @@ def run(args: argparse.Namespace) -> int:
     """
     logging.basicConfig(level=logging.INFO)
     settings = settings_from_args(args)
+    if args.stop_grace_s < 0:
+        raise UserError(f"--stop-grace-s is {args.stop_grace_s}, expected at least 0")
     # The port before the nodes: who cannot start has no use for their warnings.
     with listen(args.host, args.port) as listener:
         check_models(settings)
@@ -67,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
             log_level="warning",
             access_log=False,
             # A stop waits for answers under way, but not for a hung node's.
-            timeout_graceful_shutdown=_GRACE_S,
+            timeout_graceful_shutdown=args.stop_grace_s,
         )
         uvicorn.Server(config).run(sockets=[listener])
     return 0

@@ -64,10 +64,12 @@ class Exchange(Response):
             await self._serve(raw, arrived_s, send, ended)
         except asyncio.CancelledError:
             # Both legs are closed by now, and a closed connection makes vLLM
-            # abort. Nobody is left to answer.
-            if not watch.gone:
-                raise
-            logger.debug("Client of %s left", self._path)
+            # abort. Nobody is left to answer, or the server is stopped and has
+            # waited long enough: it would log a traceback of what is raised.
+            if watch.gone:
+                logger.debug("Client of %s left", self._path)
+            else:
+                logger.warning("Answer to %s broken off", self._path)
         finally:
             watch.stop()
 

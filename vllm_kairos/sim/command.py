@@ -29,7 +29,6 @@ from typing import Any
 from vllm_kairos.core.policies import policies
 from vllm_kairos.core.policies.kairos import PARTS
 from vllm_kairos.files import UserError, check_output_directory, write_atomically
-from vllm_kairos.signals import cleaning_up_on_sigterm
 from vllm_kairos.sim.capacity import plan, rps99
 from vllm_kairos.sim.cells import Cell, PolicySpec, run_cells
 from vllm_kairos.sim.options import (
@@ -129,7 +128,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_run_arguments(parser)
 
 
-@cleaning_up_on_sigterm()
 def run(args: argparse.Namespace) -> int:
     """Run `vllm-kairos simulate`."""
     profile = profile_of(args.profile)

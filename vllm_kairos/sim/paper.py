@@ -21,7 +21,6 @@ from typing import Any
 from vllm_kairos.core.link import LinkModel
 from vllm_kairos.core.settings import Settings
 from vllm_kairos.files import UserError, check_output_directory, write_atomically
-from vllm_kairos.signals import cleaning_up_on_sigterm
 from vllm_kairos.sim import paper_numbers as printed
 from vllm_kairos.sim.cluster import ClusterSettings
 from vllm_kairos.sim.options import (
@@ -70,7 +69,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_run_arguments(parser)
 
 
-@cleaning_up_on_sigterm()
 def run(args: argparse.Namespace) -> int:
     """Run `vllm-kairos paper`."""
     profile = profile_of(args.profile)
