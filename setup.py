@@ -36,6 +36,7 @@ setup(
         "uvicorn",
         "aiohttp>=3.10",
         "prometheus_client",
+        "psutil",
         "tqdm",
         "matplotlib>=3.8",
     ],

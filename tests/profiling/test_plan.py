@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+import itertools
 import statistics
 
 import pytest
@@ -15,8 +16,35 @@ def test_the_grid_holds_the_papers_figure_1():
     assert {c.decodes for c in cells} >= {1, 8, 32}
     assert all(c.decodes < BOUNDS.max_num_seqs for c in cells)
     whole = cells[0].prompts(1e9)
-    assert {chi for chi, _ in whole} >= {128, 256, 512, 1024, 2048}
-    assert all(chunks == plan.SUCCESSIVE_CHUNKS for _, chunks in whole)
+    assert {chi[0] for chi in whole[:-1]} >= {128, 256, 512, 1024, 2048}
+    assert all(len(chi) == plan.SUCCESSIVE_CHUNKS for chi in whole[:-1])
+    assert all(len(set(chi)) == 1 for chi in whole[:-1])
+
+
+@pytest.mark.parametrize("tokens", [992, 1500, 4096, 16_000])
+def test_a_ladder_has_every_small_chunk_early_and_deep_in_the_prompt(tokens):
+    chunks = plan.ladder(tokens)
+    assert sum(chunks) == tokens
+    assert max(chunks) <= plan.CHUNK_SIZES[-1]
+    ends = list(itertools.accumulate(chunks))
+    for size in plan.RUNG:
+        starts = [end - size for end, c in zip(ends, chunks, strict=True) if c == size]
+        assert min(starts) <= sum(plan.RUNG)
+        assert max(starts) >= tokens - sum(plan.RUNG)
+
+
+def test_small_chunks_of_a_long_prefix_are_seen_with_and_without_decodes():
+    alone = [c for c in plan.alone_cells(BOUNDS)[:3] if 16 in c.chunks]
+    assert alone and alone[0].prompt_tokens >= 8192
+    for cell in plan.grid_cells(BOUNDS):
+        climb = cell.prompts(1e9)[-1]
+        assert climb == tuple(
+            chunk + cell.decodes
+            for chunk in plan.ladder(
+                sum(climb) - len(climb) * cell.decodes,
+                plan.CHUNK_SIZES[-1] - cell.decodes,
+            )
+        )
 
 
 def test_no_cell_asks_for_more_than_the_engine_has():
@@ -25,9 +53,9 @@ def test_no_cell_asks_for_more_than_the_engine_has():
     assert cells
     for cell in cells:
         assert cell.decodes * cell.context_tokens <= small.kv_tokens
-        for chi, chunks in cell.prompts(1e9):
-            assert chi > cell.decodes
-            assert chunks * (chi - cell.decodes) < small.max_model_len
+        for chi in cell.prompts(1e9):
+            assert min(chi) > cell.decodes
+            assert sum(chi) - len(chi) * cell.decodes < small.max_model_len
     assert all(c.prompt_tokens < small.max_model_len for c in plan.alone_cells(small))
 
 
@@ -43,7 +71,7 @@ def test_the_first_cells_already_span_batch_and_context():
 def test_a_cell_with_little_time_runs_fewer_chunks_but_never_none():
     cell = plan.grid_cells(BOUNDS)[0]
     few = cell.prompts(cell.setup_tokens + 1500)
-    assert 0 < sum(n * (chi - cell.decodes) for chi, n in few) < 6000
+    assert 0 < sum(sum(chi) - len(chi) * cell.decodes for chi in few) < 6000
     assert cell.prompts(0.0)
 
 

@@ -146,3 +146,25 @@ def _sleeper(folder: Path) -> str:
     path.write_text(f"#!/bin/sh\necho $$ > {folder / 'pid'}\nexec sleep 600\n")
     path.chmod(0o755)
     return str(path)
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
+async def test_server_and_profiler_leave_a_bound_engine_its_core(tmp_path, monkeypatch):
+    cores = os.sched_getaffinity(0)
+    engine_core = max(cores)
+    fake = tmp_path / "python"
+    pids = tmp_path / "pids"
+    fake.write_text(
+        f"#!/bin/sh\ntaskset -c {engine_core} sleep 600 &\n"
+        f"sleep 0.2; echo $! $$ > {pids}\nwait\n"
+    )
+    fake.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(fake))
+    monkeypatch.setattr(serve, "_STOP_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(serve, "_healthy", lambda _: pids.exists())
+    async with serve.serving("m", [], tmp_path / "s.csv", tmp_path / "log"):
+        engine, server = map(int, pids.read_text().split())
+        assert os.sched_getaffinity(engine) == {engine_core}
+        assert os.sched_getaffinity(server) == cores - {engine_core}
+        assert os.sched_getaffinity(0) == cores - {engine_core}
+    assert os.sched_getaffinity(0) == cores

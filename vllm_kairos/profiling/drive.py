@@ -22,39 +22,33 @@ _MOST_OUTPUT_TOKENS = 16_384
 
 async def run_alone(client: EngineClient, cell: Alone) -> None:
     """One prompt on an idle engine, whole or in chunks."""
-    chunks: list[int] = []
-    if cell.chunk_tokens:
-        chunks = [cell.chunk_tokens] * -(-cell.prompt_tokens // cell.chunk_tokens)
-    await _in_time(
-        client, client.generate(client.prompt(cell.prompt_tokens), 1, chunks=chunks)
-    )
+    prompt = client.prompt(cell.prompt_tokens)
+    await _in_time(client, client.generate(prompt, 1, chunks=cell.chunks))
 
 
 async def run_grid(
     client: EngineClient,
     cell: Grid,
-    prompts: Sequence[tuple[int, int]],
+    prompts: Sequence[tuple[int, ...]],
     bounds: Bounds,
     in_time: Callable[[], bool],
 ) -> None:
-    """Prompts in chunks of fixed sizes beside a decode batch.
+    """Prompts in chunks beside a decode batch.
 
     Args:
         client: The engine.
         cell: Batch and context.
-        prompts: ``(chi, chunks)`` of each prompt.
+        prompts: Chunk schedule of each prompt, decodes counted in.
         bounds: What the engine allows.
         in_time: Whether there is time for another prompt.
     """
     async with decoding(client, cell.decodes, cell.context_tokens, bounds):
         await asyncio.sleep(_REST_S)
-        for chi, chunks in prompts:
+        for chunks in prompts:
             if not in_time():
                 return
-            tokens = chunks * (chi - cell.decodes)
-            await _in_time(
-                client, client.generate(client.prompt(tokens), 1, chunks=[chi] * chunks)
-            )
+            prompt = client.prompt(sum(chunks) - len(chunks) * cell.decodes)
+            await _in_time(client, client.generate(prompt, 1, chunks=chunks))
             await asyncio.sleep(_REST_S)
 
 

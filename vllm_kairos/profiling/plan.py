@@ -7,6 +7,10 @@ while one prompt after the other is prefilled beside them in five chunks of a
 fixed size (the paper's Figure 1). *Replay*: Gamma arrivals with lognormal
 lengths at several rates (the paper's way), every other request carrying a
 chunk schedule, as a decode node sees them.
+
+Alone and in the grid one more prompt climbs a *ladder*: small chunks of every
+size at several depths of its prefix. Five chunks of 32 tokens never see a long
+prefix, and a busy decode node grants little else.
 """
 
 from __future__ import annotations
@@ -22,6 +26,9 @@ BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
 CONTEXTS = (32, 512, 2048, 8192)
 PROMPTS = (16, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 SUCCESSIVE_CHUNKS = 5
+#: Chunks of every rung of a ladder, and depths of the prefix it has rungs at.
+RUNG = (32, 128, 16, 256, 64)
+_RUNGS = 5
 #: Shares of what the engine can just serve.
 LOADS = (0.4, 0.7, 0.95)
 
@@ -53,16 +60,17 @@ class Alone:
 
     Attributes:
         prompt_tokens: Prompt length.
-        chunk_tokens: Size of the chunks it is cut into, zero for the
-            engine's own.
+        cut: How it is cut, for the cell's name.
+        chunks: The chunks it is cut into, none for the engine's own.
     """
 
     prompt_tokens: int
-    chunk_tokens: int
+    cut: str = "whole"
+    chunks: tuple[int, ...] = ()
 
     @property
     def name(self) -> str:
-        return f"alone-{self.prompt_tokens}-{self.chunk_tokens}"
+        return f"alone-{self.prompt_tokens}-{self.cut}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,20 +91,29 @@ class Grid:
     def name(self) -> str:
         return f"grid-{self.decodes}-{self.context_tokens}"
 
-    def prompts(self, most_tokens: float) -> list[tuple[int, int]]:
-        """``(chi, chunks)`` of the prompts to run beside the batch.
+    def prompts(self, most_tokens: float) -> list[tuple[int, ...]]:
+        """Chunk schedules of the prompts to run beside the batch.
 
         Args:
             most_tokens: Prefill tokens there is time for; where that is too
-                little for five chunks of every size, large ones get fewer.
+                little for five chunks of every size, large ones get fewer,
+                and the ladder is left out.
+
+        Returns:
+            Of each prompt its step sizes, decodes counted in. The first ones
+            have chunks of one size, the last is a ladder.
         """
-        each = max(0.0, most_tokens - self.setup_tokens) / len(self.chi)
+        each = max(0.0, most_tokens - self.setup_tokens) / (len(self.chi) + 1)
         prompts = []
         for chi in self.chi:
             chunk = chi - self.decodes
             if chunk <= 2 * each or chi == self.chi[0]:
                 chunks = int(min(SUCCESSIVE_CHUNKS, max(1, each // chunk)))
-                prompts.append((chi, chunks))
+                prompts.append((chi,) * chunks)
+        longest = SUCCESSIVE_CHUNKS * (self.chi[-1] - self.decodes)
+        if each >= 2 * sum(RUNG):
+            climb = ladder(int(min(each, longest)), self.chi[-1] - self.decodes)
+            prompts.append(tuple(chunk + self.decodes for chunk in climb))
         return prompts
 
     @property
@@ -122,17 +139,42 @@ class Arrival:
     chi: int
 
 
+def ladder(prompt_tokens: int, most_tokens: int = CHUNK_SIZES[-1]) -> tuple[int, ...]:
+    """Chunks of a prompt: a `RUNG` at even depths, large chunks in between.
+
+    Args:
+        prompt_tokens: Its length, at least that of two rungs.
+        most_tokens: Largest chunk.
+    """
+    rung = [chunk for chunk in RUNG if chunk <= most_tokens]
+    rungs = max(2, min(_RUNGS, prompt_tokens // (2 * sum(rung))))
+    chunks: list[int] = []
+    for number in range(rungs):
+        chunks += rung
+        depth = (number + 1) * (prompt_tokens - sum(rung)) // (rungs - 1)
+        left = min(depth, prompt_tokens) - sum(chunks)
+        while left > 0:
+            chunks.append(min(left, most_tokens))
+            left -= chunks[-1]
+    return tuple(chunks)
+
+
 def alone_cells(bounds: Bounds) -> list[Alone]:
     """Prefill-only cells, those that span the range first."""
     longest = bounds.max_model_len - 2
     prompts = [tokens for tokens in PROMPTS if tokens <= longest]
-    whole = [Alone(tokens, 0) for tokens in _ends_first(prompts)]
+    whole = [Alone(tokens) for tokens in _ends_first(prompts)]
     cut = [
-        Alone(SUCCESSIVE_CHUNKS * chunk, chunk)
+        Alone(SUCCESSIVE_CHUNKS * chunk, str(chunk), (chunk,) * SUCCESSIVE_CHUNKS)
         for chunk in _ends_first([c for c in CHUNK_SIZES if c >= 128])
         if SUCCESSIVE_CHUNKS * chunk <= longest
     ]
-    return [cell for pair in _interleave(whole, cut) for cell in pair]
+    climbs = [
+        Alone(tokens, "ladder", ladder(tokens))
+        for tokens in reversed(prompts)
+        if tokens >= 2 * sum(RUNG)
+    ]
+    return [cell for few in _interleave(whole, climbs, cut) for cell in few]
 
 
 def grid_cells(bounds: Bounds) -> list[Grid]:
@@ -224,8 +266,9 @@ def _ends_first(values: Sequence[int]) -> list[int]:
     return ordered
 
 
-def _interleave(
-    first: Sequence[Alone], second: Sequence[Alone]
-) -> list[tuple[Alone, ...]]:
-    longest = max(len(first), len(second))
-    return [(*first[i : i + 1], *second[i : i + 1]) for i in range(longest)]
+def _interleave(*columns: Sequence[Alone]) -> list[tuple[Alone, ...]]:
+    longest = max(len(column) for column in columns)
+    return [
+        tuple(cell for column in columns for cell in column[i : i + 1])
+        for i in range(longest)
+    ]

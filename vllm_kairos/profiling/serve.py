@@ -15,9 +15,11 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+import psutil
 
 from vllm_kairos.files import UserError
 
@@ -102,9 +104,43 @@ async def serving(
         )
     try:
         await _wait_ready(process, started.url, log)
-        yield started
+        with _out_of_the_way(process.pid):
+            yield started
     finally:
         _stop(process)
+
+
+@contextlib.contextmanager
+def _out_of_the_way(server: int) -> Iterator[None]:
+    """Server and profiler on the cores that the engine's is not bound to.
+
+    An engine on the CPU computes on the cores of
+    ``VLLM_CPU_OMP_THREADS_BIND``. The kernel does not know that it cannot go
+    elsewhere: it puts the server that feeds it beside it as well, and steps
+    then take as long as the server lets them.
+    """
+    if not hasattr(os, "sched_setaffinity"):  # Linux only.
+        yield
+        return
+    cores = os.sched_getaffinity(0)
+    bound: set[int] = set()
+    with contextlib.suppress(psutil.Error, ProcessLookupError):
+        for child in psutil.Process(server).children(recursive=True):
+            mine = os.sched_getaffinity(child.pid)
+            if mine < cores:
+                bound |= mine
+    others = cores - bound
+    if not bound or not others:
+        yield
+        return
+    with contextlib.suppress(psutil.Error, ProcessLookupError):
+        for thread in psutil.Process(server).threads():
+            os.sched_setaffinity(thread.id, others)
+    os.sched_setaffinity(0, others)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, cores)
 
 
 def engine_environment() -> dict[str, str]:
