@@ -42,7 +42,7 @@ def test_chunks_grow_past_the_plan_when_decodes_leave(profile: str) -> None:
     r = e.add(1500, 4, chunks=[64] * 30)
     step = e.step()
     assert step.tokens[r] > 200
-    assert step.latency_ms <= e.scheduler._limit_ms() <= TAU_MS
+    assert step.latency_ms <= e.scheduler._reporter.limit_ms() <= TAU_MS
 
 
 def test_chunks_shrink_below_the_plan_when_decodes_have_joined(profile: str) -> None:
@@ -196,13 +196,13 @@ def test_with_an_exact_model_no_step_with_deflected_tokens_is_over_the_bound(
     def step() -> None:
         phases = e.scheduler._phases
         deflected = set(phases.deflected)
-        overrides = e.scheduler._overrides
+        overrides = e.scheduler._chunks.overrides
         limit = e.scheduler._rule.limit_ms
         s = e.step()
         for r in arriving:
             e.kv_arrives(r)
         carries = any(s.tokens.get(r, 0) for r in deflected)
-        if carries and e.scheduler._overrides == overrides:
+        if carries and e.scheduler._chunks.overrides == overrides:
             assert s.latency_ms <= max(limit, s.decodes_alone_ms) + 1e-9
 
     for wait, kind, prompt, stale_decodes, output in work:

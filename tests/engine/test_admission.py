@@ -41,7 +41,7 @@ def test_a_full_batch_keeps_no_room_for_a_more_urgent_prefill(
     e.step()
     e.step()
     assert e.steps[-1].tokens[urgent] > 100
-    assert e.scheduler._overrides == 0
+    assert e.scheduler._chunks.overrides == 0
 
 
 @pytest.mark.parametrize("async_scheduling", [False, True])

@@ -189,7 +189,7 @@ def test_pausing_holds_deflected_prefills_and_resuming_goes_on() -> None:
     assert e.step().total == 0
     e.scheduler.set_pause_state(PauseState.UNPAUSED)
     assert e.step().tokens[r] == 500 - 254
-    assert e.scheduler._overrides == 0
+    assert e.scheduler._chunks.overrides == 0
     e.drain()
 
 
@@ -202,7 +202,7 @@ def test_prefill_held_past_its_target_gets_a_smallest_chunk_and_is_counted() -> 
         e.step()
     step = e.step()
     assert step.tokens[r] == 32
-    assert e.scheduler._overrides >= 1
+    assert e.scheduler._chunks.overrides >= 1
     e.drain()
     assert r in e.finished
 
@@ -251,7 +251,7 @@ def test_params_that_are_no_object_reach_no_raise_of_ours(params: object) -> Non
     request = SimpleNamespace(
         request_id="r", kv_transfer_params=params, arrival_time=0.0
     )
-    phases.add(request, None, 4000.0)
+    phases.add(request, 4000.0)
     assert list(phases.waiting) == ["r"] and not phases.admitted
 
 

@@ -24,7 +24,7 @@ from vllm_kairos.files import save_profile
 
 def snapshot(e: VirtualEngine) -> StateReport:
     e.scheduler._take_snapshot()
-    report = e.scheduler._report(7)
+    report = e.scheduler._reporter.report(7)
     assert report is not None
     return report
 
@@ -83,7 +83,7 @@ def test_report_of_a_drained_engine_is_empty() -> None:
     e.add(300, 5, chunks=[128] * 5)
     e.add(300, 5)
     e.drain()
-    report = e.scheduler._report(0)
+    report = e.scheduler._reporter.report(0)
     assert report is not None
     assert (report.decodes, report.decode_kv_tokens) == (0, 0)
     assert not report.deflected and not report.prefills

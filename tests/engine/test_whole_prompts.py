@@ -31,7 +31,7 @@ def test_a_prompt_that_no_chunk_holds_is_computed_whole_and_at_once(
     e.step()
     r = e.add(5000, 4, chunks=[64] * 100 if deflected else None)
     assert e.step().tokens[r] == 5000
-    assert e.scheduler._overrides == 0
+    assert e.scheduler._chunks.overrides == 0
 
 
 @settings(max_examples=60, deadline=None)
@@ -72,7 +72,7 @@ def test_its_reports_leave_no_room_for_a_chunk(profile: str) -> None:
     options = {"kairos": {"profile": profile}, "budget_tokens": 65536}
     for splits in (True, False):
         e = VirtualEngine(make_scheduler(chunked_prefill=splits, **options))  # type: ignore[arg-type]
-        report = e.scheduler._report(0)
+        report = e.scheduler._reporter.report(0)
         assert report is not None and report.limit_ms is not None
         schedule = closed_form_schedule(
             MODEL, 0, 0, 100, report.budget_tokens, report.limit_ms

@@ -214,7 +214,7 @@ def run_twins(
         twins.step()
     assert twins.finished == len(jobs) == len(twins.engine.finished)
     assert twins.node.kv.free_blocks == twins.node.kv.total
-    assert twins.node.overrides == twins.engine.scheduler._overrides
+    assert twins.node.overrides == twins.engine.scheduler._chunks.overrides
     return twins
 
 

@@ -8,6 +8,6 @@ import vllm_kairos.engine.scheduler as kairos
 
 # vLLM's tests make a scheduler each and never shut one down; with reports on
 # they would fight for one port.
-kairos._report_address = lambda *_: ""
+kairos.report_address = lambda *_: ""
 async_scheduler.AsyncScheduler = kairos.AsyncKairosScheduler
 scheduler.Scheduler = kairos.KairosScheduler

@@ -12,13 +12,21 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from vllm.logger import init_logger
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_kairos.core.chunk_rule import Claim
 from vllm_kairos.core.chunk_tracker import ChunkTracker
-from vllm_kairos.core.messages import MOST_ADMITTED, ChunkSchedule, ticket_of
+from vllm_kairos.core.messages import (
+    MOST_ADMITTED,
+    ChunkSchedule,
+    parse_schedule,
+    ticket_of,
+)
 from vllm_kairos.core.step_load import StepLoad
+
+logger = init_logger(__name__)
 
 
 @dataclass(slots=True)
@@ -74,6 +82,7 @@ class RequestPhases:
         admitted: Tickets taken, newest last.
         cached: Tickets of prompts begun here, with what was found of them in
             the prefix cache.
+        malformed: Requests whose schedule could not be read.
     """
 
     def __init__(self, follows_schedule: bool = True) -> None:
@@ -86,19 +95,18 @@ class RequestPhases:
         self.decode_kv_tokens = 0
         self.admitted: deque[str] = deque(maxlen=MOST_ADMITTED)
         self.cached: deque[tuple[str, int]] = deque(maxlen=MOST_ADMITTED)
+        self.malformed = 0
         self._schedules: dict[str, Deflected] = {}
         self._joining: set[str] = set()
 
-    def add(
-        self, request: Request, schedule: ChunkSchedule | None, ttft_slo_ms: float
-    ) -> None:
+    def add(self, request: Request, ttft_slo_ms: float) -> None:
         """A request has been added to the scheduler.
 
         Args:
-            request: The request.
-            schedule: Its chunk schedule, if it came with one.
+            request: The request, with its chunk schedule if it came with one.
             ttft_slo_ms: Time it has to its first token unless it says so.
         """
+        schedule = self._read_schedule(request)
         request_id = request.request_id
         params = request.kv_transfer_params
         if isinstance(params, Mapping) and params.get("do_remote_prefill"):
@@ -117,6 +125,20 @@ class RequestPhases:
         ticket = ticket_of(params)
         if ticket is not None:
             self.admitted.append(ticket)
+
+    def _read_schedule(self, request: Request) -> ChunkSchedule | None:
+        """The request's schedule; one that cannot be read is no schedule.
+
+        Never raises: an exception in the scheduler kills the engine.
+        """
+        try:
+            return parse_schedule(request.kv_transfer_params)
+        except ValueError as error:
+            self.malformed += 1
+            logger.warning(
+                "Request %s: chunk schedule ignored: %s", request.request_id, error
+            )
+            return None
 
     def remove(self, request: Request) -> None:
         """A request has finished, by whatever cause."""
