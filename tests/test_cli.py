@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -57,6 +58,63 @@ def test_every_flag_says_what_it_is_for(
         under = lines[place + 1 : place + 2]
         assert beside or (under and under[0].startswith(" " * 20)), lines[place]
     assert f"  vllm-kairos {name} " in "\n".join(lines), "there is no example"
+
+
+def signalled(
+    words: list[str], number: signal.Signals, path: str = ""
+) -> tuple[int, str]:
+    """Exit code and errors of a process that gets a signal when it says so."""
+    with subprocess.Popen(
+        [sys.executable, *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": f"{path}:{os.environ.get('PYTHONPATH', '')}"},
+        # A shell's background job is started with Ctrl-C ignored.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    ) as run:
+        assert run.stdout is not None
+        for line in run.stdout:
+            if line == "now\n":
+                break
+        run.send_signal(number)
+        _, error = run.communicate(timeout=30)
+    return run.returncode, error
+
+
+STOPS = [(signal.SIGINT, 130), (signal.SIGTERM, 143)]
+
+
+@pytest.mark.parametrize(("number", "code"), STOPS)
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_command_that_is_stopped_while_it_starts_says_nothing(
+    name: str, number: signal.Signals, code: int, tmp_path: Path
+) -> None:
+    # Each imports it, and this one takes its time.
+    package = tmp_path / "numpy"
+    package.mkdir()
+    slow = "import time\nprint('now', flush=True)\ntime.sleep(60)\n"
+    (package / "__init__.py").write_text(slow)
+    words = ["-m", "vllm_kairos.cli", name]
+    assert signalled(words, number, str(tmp_path)) == (code, "")
+
+
+@pytest.mark.parametrize(("number", "code"), STOPS)
+def test_a_command_that_is_stopped_while_it_ends_says_nothing(
+    number: signal.Signals, code: int
+) -> None:
+    text = """
+import atexit, sys, time
+from vllm_kairos.cli import main
+atexit.register(lambda: [time.sleep(0.1) for _ in range(600)])
+atexit.register(print, "now", flush=True)
+sys.argv[1:] = ["patch", "check", "--target", "/nope"]
+sys.exit(main())
+"""
+    stopped, error = signalled(["-c", text], number)
+    assert stopped == code
+    # What it had to say before.
+    assert error.startswith("vllm-kairos patch: error: ") and error.count("\n") == 1
 
 
 @pytest.mark.parametrize("buffered", [True, False])

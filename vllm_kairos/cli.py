@@ -11,15 +11,13 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import importlib.metadata
 import os
 import select
 import signal
 import sys
 from collections.abc import Sequence
 
-from vllm_kairos.files import UserError
-from vllm_kairos.signals import Terminated, cleaning_up_on_sigterm
+from vllm_kairos.signals import Terminated, cleaning_up, end_at_once
 
 COMMANDS = {
     "patch": (
@@ -70,11 +68,18 @@ class _Parser(argparse.ArgumentParser):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command.
 
+    Args:
+        argv: Its name and arguments; those of this process, which does nothing
+            else then, where there are none.
+
     Returns:
         The exit code: 2 for bad input, told in one line; 130 and 143 where it
         was interrupted or terminated, and 141 where the reader of its output
         went away, as the shell has them.
     """
+    if argv is None:
+        # A start is a second of imports, which do not bear an exception.
+        end_at_once()
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         try:
@@ -96,6 +101,9 @@ def _run(words: list[str]) -> int:
             return 2
         parser.parse_args(words)
         return 2
+    # Imported here, where a signal finds its handler in place.
+    from vllm_kairos.files import UserError
+
     module = importlib.import_module(COMMANDS[name][0])
     parser = _Parser(
         prog=f"vllm-kairos {name}",
@@ -105,7 +113,7 @@ def _run(words: list[str]) -> int:
     module.add_arguments(parser)
     args = parser.parse_args(words[1:])
     try:
-        with cleaning_up_on_sigterm():
+        with cleaning_up():
             return int(module.run(args))
     except UserError as error:
         print(f"vllm-kairos {name}: error: {error}", file=sys.stderr)
@@ -125,8 +133,11 @@ def _top_parser() -> _Parser:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    version = importlib.metadata.version("vllm-kairos")
-    parser.add_argument("--version", action="version", version=f"vllm-kairos {version}")
+    from importlib.metadata import version
+
+    parser.add_argument(
+        "--version", action="version", version=f"vllm-kairos {version('vllm-kairos')}"
+    )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for command, (_, text) in COMMANDS.items():
         commands.add_parser(command, help=text)
