@@ -4,17 +4,20 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from vllm_kairos.files import load_profile
-from vllm_kairos.profiling.build import validate
 from vllm_kairos.profiling.collect import profile_running_engine
 from vllm_kairos.profiling.kv import kv_bytes_per_token
 from vllm_kairos.profiling.plan import CHUNK_SIZES
 from vllm_kairos.profiling.steps import read_steps
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "ci" / "bench"))
+import profile_accuracy
 
 pytestmark = pytest.mark.cluster
 
@@ -53,9 +56,11 @@ def test_a_decode_engine_and_its_link_are_profiled_in_half_a_minute(cluster, tmp
 
     held_out = profile.provenance["held_out_trace"]
     assert held_out["decode"]["count"] > 20
-    # How good it is depends on what else the machine does: told, not asserted.
-    again = validate(load_profile(output), steps)
-    print({phase: again[phase]["median_percent"] for phase in ("decode", "mixed")})
+    # Computed again from the files alone, it is the error that is reported.
+    for phase, again in profile_accuracy.again_percent(output).items():
+        assert held_out[phase]["median_percent"] == pytest.approx(again, abs=2e-6)
+    # How good it is depends on what else the machine does: ci/bench has the budget.
+    assert held_out["decode"]["median_percent"] < 50
     # A step of twice the tokens takes longer, on any machine.
     model = profile.step_model()
     assert model.step_ms(0, 0, 2048) > model.step_ms(0, 0, 1024)

@@ -2,7 +2,7 @@
 """Measure an engine: drive it, read its step log, fit, validate, write.
 
 The time budget is shared out among prompts alone, the grid and the replay.
-One replay in three, or the last of a short run, is held out of the fit: the
+One replay in three, of a short run one in two, is held out of the fit: the
 profile is validated on it.
 """
 
@@ -34,8 +34,9 @@ from vllm_kairos.profiling.session import LogTail, Session
 from vllm_kairos.profiling.steps import read_steps
 from vllm_kairos.profiling.transfers import measure_link
 
-#: Times that prompts alone, the grid and the replay take turns.
-_CYCLES = 2
+#: Times that prompts alone, the grid and the replay take turns: the most, the
+#: least, and the seconds that are worth one.
+_MOST_CYCLES, _LEAST_CYCLES, _CYCLE_S = 6, 2, 25.0
 #: Shares of a cycle; the replay takes the rest.
 _ALONE_SHARE = 0.15
 _GRID_SHARE = 0.45
@@ -262,15 +263,17 @@ class _Run:
         A machine that others use drifts: each kind of step is measured early
         and late, so that no coefficient stands for one moment only.
         """
-        for cycle in range(1, _CYCLES + 1):
-            start, end = (cycle - 1) / _CYCLES, cycle / _CYCLES
+        cycles = int(self.target.budget_s / _CYCLE_S)
+        cycles = min(max(cycles, _LEAST_CYCLES), _MOST_CYCLES)
+        for cycle in range(1, cycles + 1):
+            start, end = (cycle - 1) / cycles, cycle / cycles
             alone_until = start + _ALONE_SHARE * (end - start)
             for number in range(1, _MOST_ROUNDS + 1):
                 await self._alone(number, alone_until)
             grid_until = start + (_ALONE_SHARE + _GRID_SHARE) * (end - start)
             for number in range(1, _MOST_ROUNDS + 1):
                 await self._grid(number, grid_until)
-            await self._replay(cycle, end)
+            await self._replay(cycle, end, last=cycle == cycles)
 
     async def _cell(
         self, name: str, segment: str, work: Callable[[], Awaitable[None]]
@@ -350,7 +353,7 @@ class _Run:
                 ),
             )
 
-    async def _replay(self, cycle: int, until: float) -> None:
+    async def _replay(self, cycle: int, until: float, last: bool) -> None:
         """Rounds of every load; the last of each three replays is held out."""
         end_s = until * self.target.budget_s
         left = end_s - self._spent_s()
@@ -360,10 +363,13 @@ class _Run:
             for segment in ("replay", "replay", _HELD_OUT)
             for load in plan.LOADS
         ]
-        if left < 4.0 * len(sessions):
-            # Too short for all loads: early cycles are fitted, the last tests.
-            segment = _HELD_OUT if cycle == _CYCLES else "replay"
-            sessions = [(plan.LOADS[1], segment)]
+        if left < 2.0 * _SHORTEST_REPLAY_S:
+            # Early cycles are fitted, the last tests.
+            sessions = [(plan.LOADS[1], _HELD_OUT if last else "replay")]
+        elif left < 2.0 * _SHORTEST_REPLAY_S * len(sessions):
+            # Too short for all loads at once: one a cycle, the middle one first.
+            load = plan.LOADS[cycle % len(plan.LOADS)]
+            sessions = [(load, "replay"), (load, _HELD_OUT)]
         prompt, output, full_rate = self._replay_shape()
         ran: set[str] = set()
         for i, (load, segment) in enumerate(sessions):

@@ -104,6 +104,8 @@ async def run_replay(
                     client.prompt(request.prompt_tokens),
                     request.output_tokens,
                     chunks=chunks,
+                    # Streamed, as clients do: the engine's sender has work then.
+                    first_token=asyncio.Event(),
                 )
             )
             tasks.add(task)
