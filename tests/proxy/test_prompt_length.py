@@ -10,8 +10,12 @@ import time
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 
+from tests.proxy.conftest import MakeCluster
+from tests.proxy.stubs import StubEngine
+from tests.proxy.test_proxy_command import answers, free_port, node_flags, process
 from vllm_kairos.proxy.body import CHAT, COMPLETIONS, Body
 from vllm_kairos.proxy.metrics import ProxyMetrics
 from vllm_kairos.proxy.prompt_length import PromptCounter
@@ -201,3 +205,57 @@ async def test_an_engines_own_counts_calibrate_the_estimate() -> None:
     # A count of token ids says nothing about text.
     counter.learn(completion(prompt=[1, 2]), 2)
     assert 490 <= counter.estimate(body).tokens <= 500
+
+
+@pytest.mark.parametrize(
+    ("policy", "options", "with_profile", "loads"),
+    [
+        ("disagg", {}, False, False),
+        # The schedule of a fallback goes by the prompt's length.
+        ("disagg", {}, True, True),
+        ("disagg", {"balance": "least"}, False, True),
+        ("kairos", {}, False, True),
+    ],
+)
+def test_a_tokenizer_is_loaded_only_where_lengths_are_asked_for(
+    cluster: MakeCluster,
+    tokenizer_path: Path,
+    policy: str,
+    options: dict[str, str],
+    with_profile: bool,
+    loads: bool,
+) -> None:
+    c = cluster(
+        1,
+        1,
+        policy,
+        with_profile,
+        tokenizer=str(tokenizer_path),
+        policy_options=options,
+    )
+    counter = c.proxy.kairos.service.counter  # type: ignore[attr-defined]
+    assert (counter._pool is not None) == loads
+
+
+async def test_a_proxy_counts_tokens_without_pytorch(
+    engines: list[StubEngine], tokenizer_path: Path
+) -> None:
+    port = free_port()
+    words = [*node_flags(engines, port), "--tokenizer", tokenizer_path]
+    words += ["--scheduling-policy", "kairos"]
+    url = f"http://127.0.0.1:{port}"
+    async with process("-m", "vllm_kairos.cli", "proxy", *words) as run:
+        await answers(url, run)
+        async with aiohttp.ClientSession() as client:
+            for _ in range(1200):
+                async with client.get(f"{url}/status") as answer:
+                    if (await answer.json())["tokenizer_ready"]:
+                        break
+                await asyncio.sleep(0.05)
+            else:
+                pytest.fail("the tokenizer did not load")
+        mapped = Path(f"/proc/{run.pid}/maps").read_text()
+        run.terminate()
+        out, _ = await run.communicate()
+    assert "tokenizers" in mapped and "libtorch" not in mapped
+    assert b"terminated" in out and b"PyTorch" not in out

@@ -12,6 +12,7 @@ from vllm_kairos.files import UserError
 from vllm_kairos.proxy.app import KairosProxy
 from vllm_kairos.proxy.command import listen
 from vllm_kairos.proxy.flags import settings_from_args
+from vllm_kairos.proxy.prompt_length import load_tokenizers_alone
 
 
 def make_server(proxy_server: Callable[..., Any], args: argparse.Namespace) -> Any:
@@ -40,5 +41,6 @@ def make_server(proxy_server: Callable[..., Any], args: argparse.Namespace) -> A
     except (UserError, ValueError) as error:
         print(f"disagg_proxy_demo.py: error: {error}", file=sys.stderr)
         raise SystemExit(2) from error
+    load_tokenizers_alone()
     server.proxy_instance.router.include_router(kairos.router)
     return server

@@ -39,6 +39,7 @@ from vllm_kairos.proxy.flags import (
     add_arguments as add_routing_arguments,
 )
 from vllm_kairos.proxy.forward import api_key_header
+from vllm_kairos.proxy.prompt_length import load_tokenizers_alone
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +72,7 @@ def run(args: argparse.Namespace) -> int:
     # The port before the nodes: who cannot start has no use for their warnings.
     with listen(args.host, args.port) as listener:
         check_models(settings)
+        load_tokenizers_alone()
         host, port = listener.getsockname()[:2]
         logger.info("Proxy at http://%s:%d, policy %s", host, port, settings.policy)
         config = uvicorn.Config(

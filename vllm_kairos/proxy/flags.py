@@ -216,6 +216,15 @@ class ProxySettings:
         """
         return make_policy(self.policy, self.slo, **self.policy_options)
 
+    @property
+    def counts_prompts(self) -> bool:
+        """Whether anything asks how long a prompt is.
+
+        A policy that looks at requests does, and so does the safe schedule of
+        a prompt that falls back to a decode node whose profile is known.
+        """
+        return bool(self.profiles) or not self.make_policy().blind
+
 
 def settings_from_args(args: argparse.Namespace) -> ProxySettings:
     """Settings out of parsed flags.

@@ -48,7 +48,9 @@ class Service:
         self.settings = settings
         self.fleet = ProxyFleet(settings)
         self.metrics = ProxyMetrics()
-        self.counter = PromptCounter(settings.tokenizer, self.metrics)
+        # To load a tokenizer takes seconds of a CPU.
+        tokenizer = settings.tokenizer if settings.counts_prompts else None
+        self.counter = PromptCounter(tokenizer, self.metrics)
         self._subscriber = StateSubscriber(self.metrics, self._stir)
         self.stirred: Callable[[], None] | None = None
         self.max_model_len: int | None = None
