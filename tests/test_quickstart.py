@@ -216,6 +216,32 @@ def test_slos_follow_the_machine() -> None:
     assert longer.ttft_slo_ms > fast.ttft_slo_ms
 
 
+def test_the_vocabulary_is_the_tokenizers_and_is_read_without_pytorch(
+    tiny_model: Path,
+) -> None:
+    text = """
+import sys
+from pathlib import Path
+from quickstart.load import Prompts
+prompts = Prompts(Path(sys.argv[1]), 1)
+assert "torch" not in sys.modules and "transformers" not in sys.modules
+print(*prompts._ids)
+"""
+    said = subprocess.run(
+        [sys.executable, "-c", text, str(tiny_model)],
+        env={**os.environ, "PYTHONPATH": str(EXAMPLES)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    size = min(len(tokenizer), tokenizer.vocab_size)
+    wanted = sorted(set(range(size)) - set(tokenizer.all_special_ids))
+    assert [int(word) for word in said.stdout.split()] == wanted
+
+
 def test_no_two_prompts_share_a_prefix(tiny_model: Path) -> None:
     prompts = Prompts(tiny_model, seed=1)
     drawn = [prompts.draw(32) for _ in range(200)]
@@ -330,6 +356,40 @@ def test_a_server_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
         time.sleep(0.02)
     server.stop(patience_s=0.3)
     assert server.process.returncode == -signal.SIGKILL
+
+
+def test_nobody_waits_for_a_process_that_has_ended(tmp_path: Path) -> None:
+    # One whose parent, outside the group, does not ask how it ended: so does the
+    # first process of many a container with what an engine leaves behind.
+    parent = tmp_path / "parent"
+    script = (
+        "import os, time\n"
+        "group = os.getpgid(0)\n"
+        "if os.fork() == 0:\n"
+        "    os.setpgid(0, 0)\n"
+        "    child = os.fork()\n"
+        "    if child == 0:\n"
+        "        os.setpgid(0, group)\n"
+        "        os._exit(0)\n"
+        "    os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)\n"
+        f"    open({str(parent)!r}, 'w').write(str(os.getpid()))\n"
+        "time.sleep(600)\n"
+    )
+    server = Server(
+        "mother",
+        [sys.executable, "-c", script],
+        "http://127.0.0.1:9",
+        tmp_path / "log",
+    )
+    while not (parent.exists() and parent.read_text()):
+        time.sleep(0.02)
+    try:
+        started = time.monotonic()
+        server.stop(patience_s=8.0)
+        assert time.monotonic() - started < 4.0
+        assert server.process.returncode == -signal.SIGTERM
+    finally:
+        os.kill(int(parent.read_text()), signal.SIGKILL)
 
 
 def test_a_server_that_ends_early_shows_the_end_of_its_log(tmp_path: Path) -> None:

@@ -82,17 +82,32 @@ class Prompts:
     """
 
     def __init__(self, model: Path, seed: int):
-        from transformers import AutoTokenizer
-
-        tokenizer = AutoTokenizer.from_pretrained(model)
-        special = set(tokenizer.all_special_ids)
-        size = min(len(tokenizer), tokenizer.vocab_size)
+        size, special = _vocabulary(model)
         self._ids = np.array([i for i in range(size) if i not in special])
         self._rng = np.random.default_rng(seed)
 
     def draw(self, tokens: int) -> list[int]:
         """A new prompt of that length."""
         return [int(i) for i in self._rng.choice(self._ids, size=tokens)]
+
+
+def _vocabulary(model: Path) -> tuple[int, set[int]]:
+    """Tokens of a model but for those added, and those that are special."""
+    file = model / "tokenizer.json"
+    if file.exists():
+        from tokenizers import Tokenizer  # type: ignore[import-untyped]
+
+        fast = Tokenizer.from_file(str(file))
+        added = fast.get_added_tokens_decoder().items()
+        special = {number for number, token in added if token.special}
+        return fast.get_vocab_size(with_added_tokens=False), special
+    # Imports PyTorch, which takes long to load, and as long to let go of when
+    # somebody has pressed Ctrl-C.
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    size = min(len(tokenizer), tokenizer.vocab_size)
+    return size, set(tokenizer.all_special_ids)
 
 
 async def send_one(

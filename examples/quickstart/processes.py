@@ -18,6 +18,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
+import psutil
+
 from vllm_kairos.files import UserError
 
 _PR_SET_PDEATHSIG = 1
@@ -153,13 +155,18 @@ class Server:
             os.killpg(self.pid, number)
 
     def _alive(self) -> bool:
-        """Whether anything is left of the process group."""
+        """Whether anything of the process group still runs.
+
+        What has ended but was not waited for is none: an engine's helpers
+        outlive it, and a container's first process may never wait for them.
+        """
         self.process.poll()
-        try:
-            os.killpg(self.pid, 0)
-        except ProcessLookupError:
-            return False
-        return True
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
+                ours = os.getpgid(process.pid) == self.pid
+                if ours and process.status() != psutil.STATUS_ZOMBIE:
+                    return True
+        return False
 
     def __enter__(self) -> Server:
         return self
