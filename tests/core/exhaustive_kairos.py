@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from vllm_kairos.core.decision import Deflection, decide
 from vllm_kairos.core.fleet import Fleet, NodeState, PrefillWork, Request
-from vllm_kairos.core.late_binding import Waiting
+from vllm_kairos.core.late_queue import Waiting
 from vllm_kairos.core.on_time import on_time_order
 from vllm_kairos.core.policies.disagg import least_loaded_decode
 from vllm_kairos.core.policies.kairos import Kairos

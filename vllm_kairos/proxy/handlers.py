@@ -13,23 +13,20 @@ A request takes one of these paths, told to the client in ``x-kairos-route``:
 from __future__ import annotations
 
 import logging
-import math
 import time
 from typing import Any
 
 from vllm_kairos.core.fleet import Fleet, NodeState
-from vllm_kairos.core.messages import TICKET_KEY, schedule_params
 from vllm_kairos.core.policies import Policy, RoundRobin
 from vllm_kairos.core.policies.disagg import least_loaded_decode, least_ttft
 from vllm_kairos.core.route import Route
-from vllm_kairos.core.schedule import closed_form_schedule
-from vllm_kairos.core.settings import Settings
 from vllm_kairos.proxy.body import REMOTE_DECODE, Body, decode_prefill_reply
 from vllm_kairos.proxy.fleet import Node
 from vllm_kairos.proxy.forward import NodeFailure, Reply, open_reply
 from vllm_kairos.proxy.job import Job, NoNode
 from vllm_kairos.proxy.late import LateBinder
 from vllm_kairos.proxy.ledger import Kind
+from vllm_kairos.proxy.leg_params import LegParams
 from vllm_kairos.proxy.prompt_length import Length
 from vllm_kairos.proxy.service import Service
 
@@ -38,8 +35,6 @@ logger = logging.getLogger(__name__)
 #: Nodes a request may bring to a failure; one that fails every engine it
 #: touches must not go round the whole fleet.
 _MOST_REACHED = 2
-#: Steps of a schedule made where there is no headroom.
-_MOST_STEPS = 4096
 
 
 class Dispatcher:
@@ -54,7 +49,7 @@ class Dispatcher:
 
     def __init__(self, service: Service):
         self._service = service
-        self._slo: Settings = service.settings.slo
+        self._params = LegParams(service)
         self._handshake = service.settings.handshake
         self._policy: Policy = service.settings.make_policy()
         self._spare_prefill = RoundRobin()
@@ -104,7 +99,7 @@ class Dispatcher:
             node = self._service.fleet[route.decode]
             params = None
             if route.chunks:
-                params = self._scheduled(job, node, route.chunks)
+                params = self._params.scheduled(job, node, route.chunks)
             return await self._answer(job, node, Kind.DEFLECTED, params)
         job.predicted_ms = route.estimates.ttft_prefill_ms
         if job.body.prefill_only:
@@ -167,7 +162,7 @@ class Dispatcher:
             # Decode nodes fetch the KV themselves: any of them will do, and
             # much may have changed while the prompt was prefilled.
             decode = service.fleet[self._decode_node(job).node]
-        params = self._named(job, decode, found) or None
+        params = self._params.named(job, decode, found) or None
         prefill.fetching(job.ticket, tokens, time.monotonic())
         try:
             return await self._answer(job, decode, Kind.AWAITING_KV, params)
@@ -183,7 +178,7 @@ class Dispatcher:
         """
         service = self._service
         asked = REMOTE_DECODE if self._handshake else {}
-        payload = job.body.prefill_leg(self._named(job, node, asked))
+        payload = job.body.prefill_leg(self._params.named(job, node, asked))
         self._open(job, node, Kind.PREFILL)
         try:
             reply = await open_reply(
@@ -230,7 +225,7 @@ class Dispatcher:
 
     async def _prefill_only(self, job: Job, node: Node) -> Reply:
         job.label = "prefill_only"
-        payload = job.body.with_params(self._named(job, node, {}))
+        payload = job.body.with_params(self._params.named(job, node, {}))
         try:
             reply = await self._leg(job, node, Kind.PREFILL, payload)
         except NodeFailure as failure:
@@ -250,7 +245,7 @@ class Dispatcher:
         node = self._service.fleet[state.node]
         if self._policy.blind and node.profile is not None:
             job.length = await self._service.counter.count(job.body)
-        kind, params = self._safe(job, node)
+        kind, params = self._params.safe(job, node)
         return await self._answer(job, node, kind, params)
 
     async def _answer(
@@ -300,10 +295,10 @@ class Dispatcher:
             node = service.fleet[self._decode_node(job, fleet).node]
             if lost or kind is not Kind.AWAITING_KV:
                 job.label, job.predicted_ms = "fallback", None
-                kind, params = self._safe(job, node)
+                kind, params = self._params.safe(job, node)
             else:
                 # It never reached an engine: the KV is still there to fetch.
-                params = self._named(job, node, params or {}) or None
+                params = self._params.named(job, node, params or {}) or None
 
     async def _leg(self, job: Job, node: Node, kind: Kind, payload: bytes) -> Reply:
         """One exchange, in the node's ledger until the answer has ended.
@@ -367,14 +362,6 @@ class Dispatcher:
         else:
             self._service.health.suspect(node)
 
-    def _named(
-        self, job: Job, node: Node, params: dict[str, Any] | Any
-    ) -> dict[str, Any]:
-        """Parameters with the ticket, for an engine that sends reports."""
-        if node.report is None:
-            return {k: v for k, v in params.items() if k != TICKET_KEY}
-        return {**params, TICKET_KEY: job.ticket}
-
     def _prefill_node(self, job: Job, fleet: Fleet) -> NodeState:
         if self._policy.blind:
             return self._spare_prefill.pick(fleet.prefill)
@@ -386,52 +373,6 @@ class Dispatcher:
         if self._policy.blind:
             return self._spare_decode.pick(fleet.decode)
         return least_loaded_decode(job.request(), fleet)
-
-    def _safe(self, job: Job, node: Node) -> tuple[Kind, dict[str, Any] | None]:
-        """What a decode node is sent with a prompt it has to prefill.
-
-        A schedule within ``beta * tau``. Where there is no headroom the
-        prompt must be served all the same: it gets the smallest candidate at
-        every step. Without a fresh state or a profile nothing is known that
-        would make one schedule safer than another.
-        """
-        state = self._service.state(node)
-        if state.model is None or not state.fresh:
-            return Kind.PREFILL, self._named(job, node, {}) or None
-        decodes = state.decodes + state.awaiting_kv
-        schedule = closed_form_schedule(
-            state.model,
-            decodes,
-            state.decode_kv_tokens + state.awaiting_kv_tokens,
-            job.length.longest,
-            state.budget_tokens,
-            self._slo.limit_ms,
-            cached_tokens=job.cached.get(node.address, 0),
-        )
-        if schedule is not None:
-            chunks = schedule.chunks
-        else:
-            smallest = max(
-                min(self._slo.candidates), job.length.longest // _MOST_STEPS + 1
-            )
-            steps = math.ceil(job.length.longest / smallest)
-            chunks = (smallest + decodes,) * steps
-        return Kind.DEFLECTED, self._scheduled(job, node, chunks)
-
-    def _scheduled(
-        self, job: Job, node: Node, chunks: tuple[int, ...]
-    ) -> dict[str, Any]:
-        cached = job.cached.get(node.address, 0)
-        if cached:
-            # The engine finds its place in a schedule by the tokens computed,
-            # from the first one on. What is cached stands for chunks as safe
-            # as the first, should it not be there any more.
-            state = self._service.state(node)
-            others = state.decodes + state.awaiting_kv
-            count = -(-cached // max(1, chunks[0] - others))
-            chunks = (chunks[0],) * min(count, _MOST_STEPS) + chunks
-        slack_ms = round(job.slack_ms(self._slo.ttft_slo_ms), 1)
-        return schedule_params(job.ticket, chunks, slack_ms)
 
     def _stir(self) -> None:
         """A node may be free for a request that waits."""

@@ -10,7 +10,8 @@ from dataclasses import replace
 from vllm_kairos.core.chunk_rule import AdaptiveRule, ChunkRule, PlannedRule
 from vllm_kairos.core.feedback import Feedback
 from vllm_kairos.core.fleet import Fleet, NodeState, Request
-from vllm_kairos.core.late_binding import Assignment, LateQueue
+from vllm_kairos.core.late_binding import Assignment
+from vllm_kairos.core.late_queue import LateQueue
 from vllm_kairos.core.node_views import NodeView, NodeViews, Planner, fastest
 from vllm_kairos.core.policies.base import Policy, RoundRobin, register
 from vllm_kairos.core.prefill import ttft_prefill_ms, ttft_prefill_paper_ms
