@@ -172,12 +172,18 @@ WORK = st.lists(
 
 
 @settings(max_examples=120, deadline=None)
-@given(work=WORK, async_scheduling=st.booleans(), slo=st.sampled_from([150.0, 4000.0]))
+@given(
+    work=WORK,
+    async_scheduling=st.booleans(),
+    slo=st.sampled_from([150.0, 4000.0]),
+    asks=st.sampled_from(["launched", "late", "never"]),
+)
 def test_with_an_exact_model_no_step_with_deflected_tokens_is_over_the_bound(
     profile: str,
     work: list[tuple[int, str, int, int, int]],
     async_scheduling: bool,
     slo: float,
+    asks: str,
 ) -> None:
     """Whatever the proxies knew when they made their schedules.
 
@@ -191,14 +197,17 @@ def test_with_an_exact_model_no_step_with_deflected_tokens_is_over_the_bound(
         ttft_slo_ms=slo,
         num_blocks=2500,
     )
+    e.asks_for_bitmask = asks
     arriving: list[str] = []
 
     def step() -> None:
         phases = e.scheduler._phases
         deflected = set(phases.deflected)
         overrides = e.scheduler._chunks.overrides
-        limit = e.scheduler._rule.limit_ms
+        before = e.scheduler._rule.limit_ms
         s = e.step()
+        # Where the bitmask is not asked for, the step before is judged first.
+        limit = max(before, e.scheduler._rule.limit_ms)
         for r in arriving:
             e.kv_arrives(r)
         carries = any(s.tokens.get(r, 0) for r in deflected)

@@ -201,6 +201,10 @@ class VirtualEngine:
         scheduler: A `make_scheduler` result.
         model: Truth about step times.
         truth: Turns a predicted latency into the true one, given the step.
+        asks_for_bitmask: When the grammar bitmask of a step is asked for:
+            ``launched``, as EngineCore does; ``late``, when the step before
+            has ended, as it does where a grammar waits for that step's tokens;
+            ``never``, as for pooling models.
     """
 
     scheduler: Scheduler
@@ -211,6 +215,7 @@ class VirtualEngine:
     first_token_ms: dict[str, float] = field(default_factory=dict)
     finished: list[str] = field(default_factory=list)
     drafts: Callable[[str], list[int]] | None = None
+    asks_for_bitmask: str = "launched"
 
     def __post_init__(self) -> None:
         init_none_hash(sha256)
@@ -280,11 +285,15 @@ class VirtualEngine:
         of the one before, as EngineCore's batch queue does.
         """
         output = self.scheduler.schedule()
+        if self.asks_for_bitmask == "launched":
+            self.scheduler.get_grammar_bitmask(output)
         step = self._run(output)
         self._in_flight.append(output)
         depth = 2 if self.scheduler.scheduler_config.async_scheduling else 1
         if len(self._in_flight) >= depth:
             self._finish(self._in_flight.pop(0))
+        if self.asks_for_bitmask == "late":
+            self.scheduler.get_grammar_bitmask(output)
         return step
 
     def drain(self, most_steps: int = 100_000) -> None:

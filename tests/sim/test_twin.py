@@ -21,6 +21,7 @@ from tests.engine.test_state_report import profile_of_model
 from tests.engine.virtual import BLOCK_SIZE, MODEL, VirtualEngine, make_scheduler
 from vllm_kairos.core.chunk_rule import AdaptiveRule, ChunkRule, PlannedRule
 from vllm_kairos.core.feedback import Feedback
+from vllm_kairos.core.step_load import StepLoad
 from vllm_kairos.sim.engine_request import (
     EngineRequest,
     Leg,
@@ -134,6 +135,7 @@ class Twins:
         self.node = Node("n", limits, rule)
         self.loading: dict[EngineRequest, int] = {}
         self.delay: dict[EngineRequest, int] = {}
+        self.ended: tuple[StepLoad, float, float] | None = None
         self.preemptions = 0
         self.finished = 0
 
@@ -166,6 +168,8 @@ class Twins:
         for request in due:
             self.engine.kv_arrives(str(request.user.index))
         some = self.node.schedule(now)
+        # The engine judges a step when the next one has been launched.
+        self._judge()
         real = self.engine.step()
         ours = {str(r.user.index): n for r, n in self.node.scheduled}
         assert list(real.tokens.items()) == list(ours.items())
@@ -175,9 +179,11 @@ class Twins:
             latency = MODEL.load_ms(load)
             assert latency == pytest.approx(real.latency_ms, abs=1e-9)
             # The engine is told of a step's time by its own clock.
-            self.node.rule.observe(load, latency, real.latency_ms)
+            self.ended = load, latency, real.latency_ms
             _, done = self.node.finish_step()
             self.finished += len(done)
+            if not self.engine.scheduler.requests:
+                self._judge()
         self.preemptions += len(self.node.preempted)
         for request in due:
             del self.loading[request]
@@ -188,6 +194,11 @@ class Twins:
             self.loading[request] = self.delay[request]
         pool = self.engine.scheduler.kv_cache_manager.block_pool
         assert self.node.kv.free_blocks == pool.get_num_free_blocks()
+
+    def _judge(self) -> None:
+        if self.ended is not None:
+            self.node.rule.observe(*self.ended)
+            self.ended = None
 
 
 def run_twins(

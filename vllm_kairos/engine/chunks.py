@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
 from vllm_kairos.core.chunk_rule import (
     AdaptiveRule,
@@ -37,6 +37,10 @@ def chunk_rule(settings: EngineSettings, model: StepModel | None) -> ChunkRule:
 class ChunkLimits:
     """Bounds the prefills of each step by the rule, decodes never.
 
+    What is known before a step is begun is worked out by `prepare`, beside the
+    device's work on the step before. Whoever changes what it went by sets
+    `stale`, and then it is worked out anew.
+
     Args:
         scheduler: vLLM's scheduler, for what a step can hold.
         settings: Settings of the engine.
@@ -45,6 +49,8 @@ class ChunkLimits:
         wall_clock_s: Unix time.
 
     Attributes:
+        limiter: What the next step asks about its requests, `None` for nothing.
+        stale: Requests or KV blocks have changed since it was made.
         overrides: Chunks given without headroom to a prefill past its target.
     """
 
@@ -56,6 +62,8 @@ class ChunkLimits:
         phases: RequestPhases,
         wall_clock_s: Callable[[], float],
     ):
+        self.limiter: Limiter | None = None
+        self.stale = True
         self.overrides = 0
         self._scheduler = scheduler
         self._settings = settings
@@ -64,49 +72,58 @@ class ChunkLimits:
         self._wall_clock_s = wall_clock_s
         self._splits_prompts = scheduler.scheduler_config.enable_chunked_prefill
         self._load = StepLoad()
+        self._joined: set[str] = set()
+        #: Tokens of deflected prefills that room is kept for in the load.
         self._shares: dict[str, int] = {}
+        #: Of those, chunks that nothing will change any more.
+        self._fixed: dict[str, int] = {}
         self._free_before = (0, 0)
-        self._limiter = self._make_limiter(set())
+        self._limit = self._make_limiter()
 
     @property
     def limit_ms(self) -> float | None:
         """Bound on a predicted step, `None` where there is none."""
         return self._rule.limit_ms if self._splits_prompts else 0.0
 
-    def limiter(self) -> Limiter | None:
-        """What the step now begun asks about its requests, `None` for nothing."""
+    def prepare(self) -> None:
+        """Make the `limiter` of the next step."""
+        scheduler = self._scheduler
+        # Draft tokens come after a step's output.
+        self.stale = scheduler.num_spec_tokens > 0
+        self.limiter = None
+        self._shares = {}
+        self._fixed.clear()
         phases = self._phases
         rule = self._rule
-        if not phases.deflected and not (
-            rule.limits_ordinary and (phases.waiting or phases.prefilling)
-        ):
-            return None
+        ordinary = phases.waiting or phases.prefilling
+        if not phases.deflected and not (rule.limits_ordinary and ordinary):
+            return
         if not self._splits_prompts:
             # The model or its user wants prompts whole, and a bound that is
             # below one would hold it back for as long as anybody decodes.
-            return None
-        scheduler = self._scheduler
+            return
         joining = scheduler.finished_recving_kv_req_ids
         decodes = len(phases.decoding) + len(joining)
         if not decodes and not phases.deflected:
-            return None
+            return
         load = self._load = StepLoad(decodes, phases.decode_kv_tokens, decodes)
-        limiter = self._limiter
         if joining:
+            self.stale = True
             for request_id in joining:
-                load.decode_kv_tokens += scheduler.requests[
-                    request_id
-                ].num_computed_tokens
-            # A request whose KV failed to load computes its prompt like any other.
-            limiter = self._make_limiter(joining - scheduler.failed_recving_kv_req_ids)
+                request = scheduler.requests[request_id]
+                load.decode_kv_tokens += request.num_computed_tokens
+        # A request whose KV failed to load computes its prompt like any other.
+        self._joined = joining - scheduler.failed_recving_kv_req_ids
         if scheduler.num_spec_tokens:
             load.decode_tokens += sum(
                 len(request.spec_token_ids) for request in phases.decoding.values()
             )
-        self._shares = {}
-        if rule.by_slack and len(phases.deflected) > 1:
-            self._shares = self._share_by_slack(load)
-        return limiter
+        if rule.by_slack:
+            if len(phases.deflected) > 1:
+                self._share_by_slack(load)
+            elif phases.deflected and not ordinary:
+                self._fix_the_only_one(load)
+        self.limiter = self._limit
 
     def note_scheduled(self, scheduled: dict[str, int]) -> None:
         """A step has been scheduled: keep no room again for whom it was in vain.
@@ -117,62 +134,74 @@ class ChunkLimits:
         Args:
             scheduled: Its tokens by request.
         """
-        if not self._shares:
-            return
         for request_id, share in self._shares.items():
             held = self._phases.deflected.get(request_id)
             if held is not None and share:
                 taken = request_id in scheduled
                 held.refused = None if taken else self._free_before
-        self._shares = {}
 
-    def _share_by_slack(self, load: StepLoad) -> dict[str, int]:
-        """Tokens of each deflected prefill that room is kept for."""
+    def _share_by_slack(self, load: StepLoad) -> None:
+        """Keep room for deflected prefills, least slack first."""
         scheduler = self._scheduler
+        deflected = self._phases.deflected
         groups = len(scheduler.kv_cache_config.kv_cache_groups)
         pool = scheduler.kv_cache_manager.block_pool
         blocks = pool.get_num_free_blocks() // groups
         seats = scheduler.max_num_running_reqs - len(scheduler.running)
-        shares = share_by_slack(
+        self._free_before = blocks, seats
+        self._shares = share_by_slack(
             self._rule,
             load,
             [
                 held.claim(key, scheduler.block_size)
-                for key, held in self._phases.deflected.items()
+                for key, held in deflected.items()
                 if not still_refused(held.refused, blocks, seats)
             ],
             scheduler.max_num_scheduled_tokens,
             blocks,
             seats,
         )
-        self._free_before = blocks, seats
-        return shares
+        for key, share in self._shares.items():
+            # One that does not run may yet be found in the prefix cache.
+            if share and deflected[key].request.status == RequestStatus.RUNNING:
+                self._fixed[key] = share
 
-    def _make_limiter(self, joined: set[str]) -> Limiter:
-        """The function that vLLM asks about every request of a step.
+    def _fix_the_only_one(self, load: StepLoad) -> None:
+        """The chunk of a deflected prefill that runs beside decodes alone."""
+        ((key, held),) = self._phases.deflected.items()
+        request = held.request
+        if request.status != RequestStatus.RUNNING:
+            return
+        computed = request.num_computed_tokens
+        # vLLM takes no more of it than its budget has left.
+        wanted = request.num_tokens - computed
+        chunk = self._rule.chunk(load, computed, wanted, held.tracker)
+        if chunk:
+            load.add_prefill(chunk, computed)
+            load.guarded = True
+            self._fixed[key] = chunk
 
-        Args:
-            joined: Requests that join the decodes in it.
-        """
-        decoding, bound = self._phases.decoding, self._bound
+    def _make_limiter(self) -> Limiter:
+        """The function that vLLM asks about every request of a step."""
+        decoding, fixed, bound = self._phases.decoding, self._fixed, self._bound
 
-        # Decodes were counted when the step began. They are most of what is
-        # asked about, so they are told apart first.
+        # Decodes are most of what is asked about, so they are told apart first.
         def limit(request: Request, computed: int, tokens: int) -> int:
-            if request.request_id in decoding:
+            request_id = request.request_id
+            if request_id in decoding:
                 return tokens
+            chunk = fixed.get(request_id)
+            if chunk is not None:
+                return chunk if chunk < tokens else tokens
             return bound(request, computed, tokens)
 
-        def limit_joined(request: Request, computed: int, tokens: int) -> int:
-            if request.request_id in joined:
-                return tokens
-            return limit(request, computed, tokens)
-
-        return limit_joined if joined else limit
+        return limit
 
     def _bound(self, request: Request, computed: int, tokens: int) -> int:
         """Tokens of a prefill in the step being scheduled."""
         request_id = request.request_id
+        if request_id in self._joined:
+            return tokens
         held = self._phases.deflected.get(request_id)
         load = self._load
         rule = self._rule

@@ -40,6 +40,8 @@ class StepMeter:
         on: Somebody wants to know: there is a profile to be held to, or a log.
             Without either a step is not even looked at.
         recent: ``(predicted ms or -1, measured ms)`` of recent steps.
+        ended: Steps whose output is here, each with when it came by the step
+            clock; put there as they come, judged by `settle`.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class StepMeter:
     ):
         self.recent: deque[tuple[float, float]] = deque(maxlen=_MOST_RECENT_STEPS)
         self.errors = errors
+        self.ended: deque[tuple[SchedulerOutput, float]] = deque()
         self.on = model is not None or log is not None
         self._clock_s = clock_s
         self._wall_clock_s = wall_clock_s
@@ -62,8 +65,9 @@ class StepMeter:
         self._log = log
         self._refit_command = refit_command
         self._records: deque[StepRecord] = deque()
-        # Bounded: without a heartbeat nobody takes from it.
-        self._outcomes: deque[tuple[StepLoad, float, float]] = deque(maxlen=4096)
+        #: Decodes and prefill tokens of a step, predicted and measured
+        #: milliseconds. Bounded: without a heartbeat nobody takes from it.
+        self._outcomes: deque[tuple[int, int, float, float]] = deque(maxlen=512)
         #: Step, what it holds, when it began, predicted milliseconds.
         self._in_flight: deque[tuple[SchedulerOutput, StepLoad, float, float]] = deque()
         self._steps = 0
@@ -96,8 +100,16 @@ class StepMeter:
         """A step without tokens: the engine waits for something."""
         self._contiguous = False
 
-    def ended(self, output: SchedulerOutput, end_s: float) -> None:
-        """The output of a step is here."""
+    def settle(self) -> None:
+        """Judge the steps that have ended, before anything later is told."""
+        ended = self.ended
+        while ended:
+            # Taken away last: until then `remaining_ms` knows that it is over.
+            self._judge(*ended[0])
+            ended.popleft()
+
+    def _judge(self, output: SchedulerOutput, end_s: float) -> None:
+        """Compare a step with its prediction, and tell who learns from it."""
         # Outputs come in order; a step without one is passed over.
         in_flight = self._in_flight
         while in_flight and in_flight[0][0] is not output:
@@ -115,7 +127,9 @@ class StepMeter:
         self.recent.append((predicted_ms or -1.0, measured_ms))
         self._rule.observe(load, predicted_ms, measured_ms)
         if self._model is not None:
-            self._outcomes.append((load, predicted_ms, measured_ms))
+            self._outcomes.append(
+                (load.decodes, load.prefill_tokens, predicted_ms, measured_ms)
+            )
         if self._log is not None:
             self._records.append(
                 StepRecord(
@@ -133,7 +147,7 @@ class StepMeter:
 
     def remaining_ms(self) -> float:
         """Predicted remainder of the step in flight. Any thread."""
-        if not self._in_flight or not self._predicted_ms:
+        if len(self._in_flight) <= len(self.ended) or not self._predicted_ms:
             return 0.0
         age_ms = (self._clock_s() - self._started_s) * 1e3
         return max(0.0, self._predicted_ms - age_ms)
@@ -145,10 +159,7 @@ class StepMeter:
         """
         outcomes = self._outcomes
         for _ in range(len(outcomes)):
-            load, predicted_ms, measured_ms = outcomes.popleft()
-            self.errors.add(
-                load.decodes, load.prefill_tokens, predicted_ms, measured_ms
-            )
+            self.errors.add(*outcomes.popleft())
         if self._model is not None:
             warning = self.errors.warning(self._refit_command)
             if warning is not None:
@@ -160,6 +171,7 @@ class StepMeter:
 
     def close(self) -> None:
         """Write what is left and close the log. May be called twice."""
+        self.settle()
         self.digest()
         if self._log is not None:
             self._log.close()

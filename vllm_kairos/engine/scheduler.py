@@ -5,6 +5,9 @@ One mixin over vLLM 0.18.1's ``Scheduler`` and ``AsyncScheduler``. It overrides
 named methods only and tells four parts of what happens: `RequestPhases` which
 request is in which phase, `ChunkLimits` how many tokens a prefill may take,
 `StepMeter` how long steps take, `Reporter` what proxies are told.
+
+What is not needed to put a step together is done while the device computes it:
+see `KairosMixin._settle`.
 """
 
 from __future__ import annotations
@@ -50,6 +53,9 @@ class KairosMixin(Scheduler):
         rule = self._rule = chunk_rule(settings, model)
         self._phases = RequestPhases(rule.follows_schedule)
         self._snapshot_due_s = float("-inf")
+        #: The step scheduled last, when that began, and whether any ran then;
+        #: `None` once it is accounted for.
+        self._unsettled: tuple[SchedulerOutput, float, bool] | None = None
         name = engine_id(settings, self.vllm_config)
         log = StepLog(settings.step_log, name) if settings.step_log else None
         self._meter = StepMeter(
@@ -79,11 +85,11 @@ class KairosMixin(Scheduler):
                 "chunk schedules are not followed and decodes wait for them. "
                 "State reports tell proxies to deflect nothing to this engine."
             )
-        self._timed = self._meter.on
+        self._ended = self._meter.ended
         # Looked up once: a step of a small batch takes vLLM microseconds.
         self._stock_schedule = super().schedule
         self._stock_update_from_output = super().update_from_output
-        if not self._timed:  # Nothing of ours to do there.
+        if not self._meter.on:  # Nothing of ours to do there.
             self.update_from_output = (  # type: ignore[method-assign]
                 self._stock_update_from_output
             )
@@ -105,11 +111,15 @@ class KairosMixin(Scheduler):
         super().add_request(request)
         if not known:
             self._phases.add(request, self.kairos.ttft_slo_ms)
+            self._chunks.stale = True
 
     def _free_request(
         self, request: Request, delay_free_blocks: bool = False
     ) -> dict[str, Any] | None:
+        if self._unsettled is not None:
+            self._settle()
         self._phases.remove(request)
+        self._chunks.stale = True
         params: dict[str, Any] | None = super()._free_request(
             request, delay_free_blocks
         )
@@ -117,60 +127,86 @@ class KairosMixin(Scheduler):
 
     def _free_blocks(self, request: Request) -> None:
         super()._free_blocks(request)
+        self._chunks.stale = True
         if not self.requests:
             # No step may come that would tell of it.
             self._take_snapshot()
 
     def _preempt_request(self, request: Request, timestamp: float) -> None:
+        if self._unsettled is not None:
+            self._settle()
         computed = request.num_computed_tokens
         super()._preempt_request(request, timestamp)
         self._phases.preempt(request, computed)
+        self._chunks.stale = True
 
     # ---------------------------------------------------------------- step
 
     def _get_new_tokens_limiter(self) -> Limiter | None:
-        return self._chunks.limiter()
+        if self._unsettled is not None:
+            self._settle()
+        chunks = self._chunks
+        if chunks.stale or self.finished_recving_kv_req_ids:
+            chunks.prepare()
+        return chunks.limiter
 
     def schedule(self) -> SchedulerOutput:
-        idle = not self.running
+        busy = bool(self.running)
         started_s = self.step_clock_s()
         output = self._stock_schedule()
-        tokens = output.total_num_scheduled_tokens
-        phases = self._phases
-        if self._timed:
-            if tokens:
-                self._chunks.note_scheduled(output.num_scheduled_tokens)
-                load = phases.note_step(output)
-                self._meter.scheduled(output, load, started_s, not idle)
-            else:
-                self._meter.scheduled_nothing()
-        elif (
-            phases.prefilling
-            or phases.deflected
-            or output.scheduled_new_reqs
-            or output.scheduled_cached_reqs.resumed_req_ids
-        ):
-            if tokens:
-                phases.note_step(output)
-        else:
-            # Decodes alone, and nobody asks what such a step holds.
-            phases.decode_kv_tokens += tokens
+        self._unsettled = output, started_s, busy
         # A node that has just got work says so at once, also in a long step.
-        if idle or started_s >= self._snapshot_due_s:
+        if not busy or started_s >= self._snapshot_due_s:
             self._take_snapshot()
         return output
+
+    def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> Any:
+        # EngineCore asks when it has launched the step and before it waits for
+        # the result: what is done here costs nobody anything where a device
+        # computes.
+        self._settle()
+        return super().get_grammar_bitmask(scheduler_output)
+
+    def _settle(self) -> None:
+        """Account for the step scheduled last, and make ready for the next.
+
+        It changes nothing that EngineCore sees, so it may be done at any time
+        after a step has been scheduled and before what it goes by changes: the
+        next step, the step's output, a request that ends or is preempted.
+        Whatever comes first calls it, for EngineCore does not always ask for
+        the bitmask (a pooling model), or asks late (one that has to wait for
+        the tokens of the step before).
+        """
+        # Their ends came before the step that is still to be told of.
+        self._meter.settle()
+        if self._unsettled is not None:
+            output, started_s, busy = self._unsettled
+            self._unsettled = None
+            if output.total_num_scheduled_tokens:
+                self._chunks.note_scheduled(output.num_scheduled_tokens)
+                load = self._phases.note_step(output)
+                if self._meter.on:
+                    self._meter.scheduled(output, load, started_s, busy)
+            else:
+                self._meter.scheduled_nothing()
+        self._chunks.prepare()
 
     def update_from_output(
         self,
         scheduler_output: SchedulerOutput,
         model_runner_output: ModelRunnerOutput,
     ) -> Any:
-        self._meter.ended(scheduler_output, self.step_clock_s())
+        if self._unsettled is not None:
+            self._settle()
+        # Judged when the next step is settled; its chunks are not yet bounded
+        # by what this one tells.
+        self._ended.append((scheduler_output, self.step_clock_s()))
         return self._stock_update_from_output(scheduler_output, model_runner_output)
 
     # -------------------------------------------------------------- report
 
     def _take_snapshot(self) -> None:
+        self._settle()
         # Twice a heartbeat: what is sent is then never much older than one.
         self._snapshot_due_s = self.step_clock_s() + self.kairos.heartbeat_ms / 2e3
         self._reporter.take_snapshot()

@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Steps are accounted for beside the device's work, or when it is needed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.engine.test_state_report import profile_of_model, snapshot
+from tests.engine.virtual import MODEL, VirtualEngine, make_scheduler
+from vllm_kairos.core.messages import StateReport
+
+BUDGET_TOKENS = 512
+
+
+@pytest.fixture(scope="module")
+def profile(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return profile_of_model(tmp_path_factory.mktemp("settling") / "p.json")
+
+
+EVENTS = st.lists(
+    st.tuples(
+        st.integers(0, 5),  # Steps to wait.
+        st.sampled_from(["deflected", "ordinary", "remote", "abort"]),
+        st.integers(2, 900),  # Prompt tokens.
+        st.integers(1, 20),  # Output tokens.
+    ),
+    min_size=1,
+    max_size=14,
+)
+
+
+def run(
+    asks: str,
+    events: list[tuple[int, str, int, int]],
+    kairos: dict[str, Any],
+    **more: Any,
+) -> tuple[list[dict[str, int]], list[StateReport]]:
+    """Steps, and a report after every event."""
+    e = VirtualEngine(
+        make_scheduler(
+            kairos=kairos, budget_tokens=BUDGET_TOKENS, num_blocks=90, **more
+        )
+    )
+    e.asks_for_bitmask = asks
+    reports = []
+    live: list[str] = []
+    for wait, kind, prompt, output in events:
+        for _ in range(wait):
+            e.step()
+        if kind == "abort" and live:
+            e.abort(live.pop(0))
+        else:
+            chunks = [100] * 9 if kind == "deflected" else None
+            live.append(e.add(prompt, output, chunks=chunks, remote=kind == "remote"))
+            if kind == "remote":
+                e.kv_arrives(live[-1])
+        reports.append(
+            msgspec.structs.replace(snapshot(e), engine_id="", incarnation="")
+        )
+    e.drain()
+    return [s.tokens for s in e.steps], reports
+
+
+@settings(max_examples=40, deadline=None)
+@given(events=EVENTS, async_scheduling=st.booleans(), timed=st.booleans())
+def test_no_step_is_lost_whenever_the_bitmask_is_asked_for(
+    profile: str,
+    events: list[tuple[int, str, int, int]],
+    async_scheduling: bool,
+    timed: bool,
+) -> None:
+    kairos = {"mode": "planned", "profile": profile} if timed else {}
+    launched, late, never = (
+        run(asks, events, kairos, async_scheduling=async_scheduling)
+        for asks in ("launched", "late", "never")
+    )
+    assert launched == late == never
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    outputs=st.lists(st.integers(1, 40), min_size=1, max_size=12),
+    aborts=st.sets(st.integers(0, 12)),
+    arrivals=st.sets(st.integers(0, 12)),
+    asks=st.sampled_from(["launched", "never"]),
+)
+def test_a_chunk_made_ready_beforehand_is_the_largest_of_the_step_it_is_in(
+    profile: str, outputs: list[int], aborts: set[int], arrivals: set[int], asks: str
+) -> None:
+    kairos = {"profile": profile, "tau_ms": 30.0}
+    e = VirtualEngine(make_scheduler(kairos=kairos, budget_tokens=2048))
+    e.asks_for_bitmask = asks
+    decodes = [e.add(64, output) for output in outputs]
+    e.step()
+    r = e.add(4000, 4, chunks=[64] * 63)
+    remote = None
+    for turn in range(13):
+        if turn in aborts and decodes:
+            e.abort(decodes.pop())
+        if turn in arrivals and remote is None:
+            remote = e.add(300, 30, remote=True)
+            e.kv_arrives(remote)
+        scheduler, phases = e.scheduler, e.scheduler._phases
+        if r not in phases.deflected:
+            break
+        if asks == "never":
+            scheduler._settle()
+        joining = scheduler.finished_recving_kv_req_ids
+        b = len(phases.decoding) + len(joining)
+        kv_tokens = phases.decode_kv_tokens + 299 * len(joining)
+        computed = scheduler.requests[r].num_computed_tokens
+        largest = MODEL.largest_chunk(
+            b, kv_tokens, computed, scheduler._rule.limit_ms, 4000 - computed
+        )
+        step = e.step()
+        assert step.decodes == b
+        assert step.tokens[r] == min(largest, 2048 - b)
+
+
+def test_the_report_of_a_node_that_gets_work_does_not_wait_for_the_device() -> None:
+    e = VirtualEngine(make_scheduler(budget_tokens=256))
+    e.add(1000, 5)
+    e.scheduler.schedule()
+    report = e.scheduler._reporter.report(0)
+    assert report is not None and report.prefills == [(744, 256)]
+
+
+def test_the_last_step_is_in_the_report_of_a_drained_engine(profile: str) -> None:
+    e = VirtualEngine(make_scheduler(kairos={"profile": profile}))
+    e.add(64, 3)
+    e.drain()
+    report = e.scheduler._reporter.report(0)
+    assert report is not None
+    assert len(report.steps) == 3 and report.step_remaining_ms == 0.0
