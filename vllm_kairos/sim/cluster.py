@@ -318,7 +318,6 @@ class Cluster:
             if not tokens:
                 self._first_token(request, start)
             tokens.append(now)
-        node.rule.observe(load, node.predicted_ms, now - start)
         if self.on_step is not None:
             self.on_step(node, load, now - start)
         for request in done:
