@@ -77,6 +77,26 @@ def test_the_reported_error_equals_an_independent_recomputation(fitted, capsys):
         assert told[phase]["bias_percent"] == pytest.approx(np.mean(errors), abs=1e-5)
 
 
+def test_steps_of_two_engines_fitted_together_are_warned_of(tmp_path, capsys):
+    logs = [
+        write_steps(tmp_path / "a.csv", synthetic_steps(noise=0.03), "a"),
+        write_steps(tmp_path / "b.csv", synthetic_steps(seed=2), "b"),
+    ]
+    words = ["profile", "--from-steps", str(logs[0]), "--output"]
+    assert main([*words, str(tmp_path / "one.json")]) == 0
+    assert capsys.readouterr().err == ""
+    slow = synthetic_steps(seed=2)
+    slow.latency_ms[:] *= 4.0
+    write_steps(logs[1], slow, "b")
+    words = ["profile", "--from-steps", *map(str, logs), "--output"]
+    assert main([*words, str(tmp_path / "two.json")]) == 0
+    told = capsys.readouterr().err.splitlines()
+    assert len(told) == 3
+    for phase, line in zip(("prefill", "decode", "mixed"), told, strict=True):
+        assert line.startswith(f"warning: {phase} predictions are off by ")
+        assert "steps of one engine and configuration are expected" in line
+
+
 def test_a_phase_without_steps_is_counted_as_none(fitted, tmp_path, capsys):
     profile, _ = fitted
     steps = synthetic_steps()

@@ -68,6 +68,50 @@ def test_stalls_still_count_in_the_reported_error():
     assert fit.decode.error.mape_percent > 5 * 390 / count
 
 
+@pytest.mark.parametrize(
+    ("phase", "rows", "short_ms"),
+    [("decode", 1, 0.05), ("decode", 5, 0.5), ("prefill", 2, 1.0), ("mixed", 3, 13.0)],
+)
+def test_a_step_logged_in_next_to_no_time_does_not_bend_the_fit(phase, rows, short_ms):
+    steps = synthetic_steps(noise=0.03)
+    short = np.flatnonzero(steps.phase(phase))[5 : 5 + rows]
+    steps.latency_ms[short] = short_ms
+    fit = fit_steps(steps)
+    assert fit.dropped["stray"] + fit.dropped["hidden"] >= rows
+    for name in PHASES:
+        assert _mape(fit.model(), synthetic_steps(seed=7), name) < 0.6, name
+
+
+@pytest.mark.parametrize(
+    ("phase", "field", "value"),
+    [
+        ("decode", "decode_kv_tokens", 1e9),
+        ("decode", "decodes", 60_000),
+        ("mixed", "prefill_tokens", 1e8),
+        ("mixed", "prefill_kv_tokens", 1e7),
+    ],
+)
+def test_one_row_far_beyond_all_others_does_not_bend_the_fit(phase, field, value):
+    steps = synthetic_steps(noise=0.03)
+    row = np.flatnonzero(steps.phase(phase))[5]
+    getattr(steps, field)[row] = value
+    fit = fit_steps(steps)
+    assert fit.dropped["stray"] == 1
+    assert (fit.decode.form.name, fit.mixed.form.name) == ("paper", "attention")
+    for name in PHASES:
+        assert _mape(fit.model(), synthetic_steps(seed=7), name) < 0.6, name
+
+
+def test_a_row_far_beyond_all_others_that_the_fit_explains_is_kept():
+    steps = synthetic_steps()
+    row = np.flatnonzero(steps.is_decode)[5]
+    steps.decode_kv_tokens[row] = 3e6
+    steps.latency_ms[row] = TRUTH.step_ms(int(steps.decodes[row]), 3e6)
+    fit = fit_steps(steps)
+    assert fit.dropped["stray"] == 0
+    assert fit.decode.ranges["K"][1] == 3e6
+
+
 def test_hidden_steps_are_dropped_and_counted():
     steps = synthetic_steps(noise=0.01)
     rows = np.flatnonzero(steps.is_mixed & (steps.prefill_tokens > 500))[:4]

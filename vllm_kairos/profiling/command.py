@@ -35,7 +35,7 @@ from vllm_kairos.files import (
     save_profile,
 )
 from vllm_kairos.profiling.build import build_profile, validate
-from vllm_kairos.profiling.errors import PHASES
+from vllm_kairos.profiling.errors import PHASES, warning
 from vllm_kairos.profiling.fit import fit_steps
 from vllm_kairos.profiling.report import draw, report_text
 from vllm_kairos.profiling.steps import Steps, read_steps
@@ -264,7 +264,7 @@ def _fit(args: argparse.Namespace) -> int:
 
 
 def print_fit(profile: Profile) -> None:
-    """Held-out errors, what was dropped and what was not measured."""
+    """Held-out errors, what was dropped, not measured or not to be trusted."""
     for phase in PHASES:
         part = getattr(profile, phase)
         print(f"{error_line(phase, part.error)} (form {part.form})")
@@ -274,6 +274,13 @@ def print_fit(profile: Profile) -> None:
     notes = profile.provenance.get("notes")
     for note in notes if isinstance(notes, list) else ():
         print(f"note: {note}")
+    held_out = profile.provenance.get("held_out_trace")
+    for phase in PHASES:
+        told = warning(phase, getattr(profile, phase).error, "held-out steps")
+        if told is None and isinstance(held_out, dict):
+            told = warning(phase, held_out[phase], "the held-out trace")
+        if told is not None:
+            print(f"warning: {told}", file=sys.stderr)
 
 
 def error_line(phase: str, error: dict[str, Any]) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +23,10 @@ PHASES = ("prefill", "decode", "mixed")
 
 #: Quantiles of measured / predicted that a profile keeps.
 RESIDUAL_QUANTILES = (0.01, 0.05, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99)
+
+#: Held-out MAPE past which a profile is not to be trusted, as the engine's own
+#: threshold for a refit.
+WARN_PERCENT = 25.0
 
 #: Regimes of the report: upper edges of decode batch, decode KV and chunk.
 _EDGES = {
@@ -90,6 +94,27 @@ def summarise(predicted_ms: Array, measured_ms: Array) -> ErrorSummary | None:
         median_percent=float(np.median(size)),
         p95_percent=float(np.percentile(size, 95)),
         bias_percent=float(relative.mean()),
+    )
+
+
+def warning(phase: str, error: Mapping[str, float | None], of: str) -> str | None:
+    """One line about errors past `WARN_PERCENT`, `None` where they are below.
+
+    Args:
+        phase: Predictor they are of.
+        error: `ErrorSummary.as_dict`.
+        of: Steps they were seen on, e.g. ``held-out steps``.
+    """
+    mape, median = error.get("mape_percent"), error.get("median_percent")
+    if mape is None or median is None or mape <= WARN_PERCENT:
+        return None
+    if median <= WARN_PERCENT / 2:
+        why = "a few steps are far off: look for stalls and wrong rows in the log"
+    else:
+        why = "steps of one engine and configuration are expected"
+    return (
+        f"{phase} predictions are off by {mape:.0f} % on average (median "
+        f"{median:.1f} %) on {of}, over {WARN_PERCENT:g} %: {why}"
     )
 
 

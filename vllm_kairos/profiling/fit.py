@@ -2,9 +2,10 @@
 """Fit the three step-latency predictors (paper §3.3, §5.2).
 
 Least squares with scikit-learn, coefficients never negative, each step
-weighted by ``1 / latency²`` so that it is the relative error that is small,
-and Huber weights on top so that a stalled step does not bend the rest. The
-form is chosen among a few named ones by cross-validation.
+weighted by ``1 / latency²`` so that it is the relative error that is small
+(the latency measured or predicted, whichever is longer), and Huber weights on
+top so that a stalled step does not bend the rest. The form is chosen among a
+few named ones by cross-validation.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from sklearn.model_selection import KFold
 
 from vllm_kairos.core.predictor import TERMS, Array, Predictor, feature_matrix
 from vllm_kairos.core.profile import FittedPredictor
-from vllm_kairos.core.step_model import Combine, StepModel
+from vllm_kairos.core.step_model import StepModel
 from vllm_kairos.files import UserError
 from vllm_kairos.profiling import clean
 from vllm_kairos.profiling.errors import (
@@ -27,23 +28,8 @@ from vllm_kairos.profiling.errors import (
     residual_quantiles,
     summarise,
 )
+from vllm_kairos.profiling.robust import Form, combine_ms, without_strays
 from vllm_kairos.profiling.steps import Steps
-
-
-@dataclass(frozen=True, slots=True)
-class Form:
-    """A named form of a predictor.
-
-    Attributes:
-        name: Its name in profiles and reports.
-        terms: Terms of `predictor.TERMS` it uses.
-        combine: How a mixed predictor joins the decode step.
-    """
-
-    name: str
-    terms: tuple[str, ...]
-    combine: Combine = "add"
-
 
 #: Forms to choose among, simplest first: of two that err alike the earlier
 #: one is taken. ``paper`` is the form of §5.2.
@@ -72,8 +58,6 @@ FEWEST_STEPS = {"prefill": 8, "decode": 20, "mixed": 20}
 _FOLDS = 5
 #: A later form must be better than an earlier one by this factor.
 _WORTH_A_TERM = 0.98
-_HUBER = 1.0
-_HUBER_ROUNDS = 12
 
 _HOW = {
     "prefill": "send prompts of several lengths, one at a time, to an idle engine",
@@ -93,7 +77,8 @@ class PhaseFit:
         ranges: Least and greatest value of each quantity in them.
         error: Held-out error over every measured step of the phase.
         quantiles: Held-out measured / predicted ratio by quantile.
-        tried: Held-out MAPE in percent of every form, by name.
+        tried: Held-out MAPE in percent of every form, by name, each step
+            counted as off by 100 % at most.
         stray: Steps left out of the fit as strays.
         held_out: The steps the errors were computed on.
         held_out_ms: Their predictions by fits that had not seen them.
@@ -157,16 +142,6 @@ class Fit:
             self.mixed.form.combine,
             {name: getattr(self, name).ranges for name in PHASES},
         )
-
-
-@dataclass(frozen=True)
-class _Weights:
-    """A robust fit of one form: weights over `TERMS` and the estimator."""
-
-    vector: Array
-    estimator: LinearRegression
-    columns: tuple[int, ...]
-    scale: Array
 
 
 def fit_steps(steps: Steps, seed: int = 0) -> Fit:
@@ -253,15 +228,17 @@ def _fit_phase(
     for form in FORMS[phase]:
         held_out = np.empty_like(y)
         for train, test in folds:
-            fitted, _ = _without_strays(form, x[train], y[train], base[train], anchor)
-            held_out[test] = _combine(form, x[test] @ fitted.vector, base[test])
-        tried[form.name] = 100.0 * float(np.mean(np.abs(held_out - y) / y))
+            fitted, _ = without_strays(form, x[train], y[train], base[train], anchor)
+            held_out[test] = combine_ms(form, x[test] @ fitted.vector, base[test])
+        # Capped: a step logged in next to no time chooses no form.
+        off = np.minimum(1.0, np.abs(held_out - y) / y)
+        tried[form.name] = 100.0 * float(np.mean(off))
         if chosen is None or (tried[form.name] < _WORTH_A_TERM * tried[chosen[0].name]):
             chosen = (form, held_out)
     assert chosen is not None
     form, held_out = chosen
 
-    fitted, strays = _without_strays(form, x, y, base, anchor)
+    fitted, strays = without_strays(form, x, y, base, anchor)
     terms = {
         TERMS[i]: float(fitted.vector[i])
         for i in fitted.columns
@@ -292,12 +269,6 @@ def _folds(
     return list(splitter.split(np.empty(count)))
 
 
-def _combine(form: Form, terms_ms: Array, baseline_ms: Array) -> Array:
-    if form.combine == "max":
-        return np.maximum(terms_ms, baseline_ms)
-    return terms_ms + baseline_ms
-
-
 def _anchor(decode: PhaseFit) -> tuple[Array, Array]:
     """One row that a prefill log often lacks: the shortest step there is.
 
@@ -308,56 +279,6 @@ def _anchor(decode: PhaseFit) -> tuple[Array, Array]:
     one = feature_matrix([0], [0], [1], [0], [1])
     terms = decode.predictor.terms
     return one, np.array([terms.get("1", 0.0) + terms.get("B", 0.0)])
-
-
-def _without_strays(
-    form: Form,
-    x: Array,
-    y: Array,
-    baseline: Array,
-    anchor: tuple[Array, Array] | None = None,
-) -> tuple[_Weights, npt.NDArray[np.bool_]]:
-    """A robust fit, and the rows it was done without."""
-    if anchor is not None and anchor[1][0] > 0.0:
-        row, latency = anchor
-        fitted, strays = _without_strays(
-            form,
-            np.concatenate([x, row]),
-            np.concatenate([y, latency]),
-            np.concatenate([baseline, [0.0]]),
-        )
-        return fitted, strays[:-1]
-    fitted = _robust(form, x, y, baseline)
-    strays = clean.stray(_combine(form, x @ fitted.vector, baseline), y)
-    if strays.any():
-        keep = ~strays
-        fitted = _robust(form, x[keep], y[keep], baseline[keep])
-    return fitted, strays
-
-
-def _robust(form: Form, x: Array, y: Array, baseline: Array) -> _Weights:
-    """Huber regression of the relative residual, coefficients >= 0."""
-    columns = tuple(TERMS.index(term) for term in form.terms)
-    used = x[:, columns]
-    scale = np.abs(used).max(axis=0)
-    # A quantity that never occurs keeps a coefficient of zero.
-    scale[scale == 0.0] = 1.0
-    target = y - baseline if form.combine == "add" else y
-    huber = np.ones_like(y)
-    for _ in range(_HUBER_ROUNDS):
-        estimator = LinearRegression(positive=True, fit_intercept=False)
-        estimator.fit(used / scale, target, sample_weight=huber / y**2)
-        residual = np.abs(used @ (estimator.coef_ / scale) - target) / y
-        spread = 1.4826 * float(np.median(residual))
-        if spread <= 1e-12:
-            break
-        before = huber
-        huber = np.minimum(1.0, _HUBER * spread / np.maximum(residual, 1e-12))
-        if np.max(np.abs(huber - before)) < 1e-3:
-            break
-    vector = np.zeros(len(TERMS))
-    vector[list(columns)] = estimator.coef_ / scale
-    return _Weights(vector, estimator, columns, scale)
 
 
 def _ranges(steps: Steps) -> dict[str, tuple[float, float]]:

@@ -41,8 +41,12 @@ _STEP_COLUMNS = ("step", "counter_id", "time_s", "dp_rank")
 _MOST_EQUAL_SHARE = 0.05
 _FEWEST_EQUAL_ROWS = 10
 
-#: A step longer than this is a stopped process or a wrong unit.
-_LONGEST_STEP_MS = 3.6e6
+#: A step longer than this is a stopped process or a wrong unit, one shorter
+#: than this is no step.
+_LONGEST_STEP_MS, _SHORTEST_STEP_MS = 3.6e6, 1e-4
+
+#: No engine runs more requests in a step, or tokens over all of them.
+_MOST_REQUESTS, _MOST_TOKENS = 65_536, 10**9
 
 
 @dataclass(frozen=True)
@@ -292,17 +296,22 @@ def _check_last_row(rows: list[list[str]], name: str) -> None:
 
 
 def _number(text: str, name: str, number: int, column: str, letter: str) -> float:
-    expected = "a latency > 0" if letter == "ms" else "a whole number >= 0"
     try:
-        value = float(text)
+        # Python's own spelling of numbers in code is none of a log's.
+        value = math.nan if "_" in text else float(text)
     except ValueError:
         value = math.nan
-    good = math.isfinite(value) and (
-        0 < value <= _LONGEST_STEP_MS
-        if letter == "ms"
-        else value >= 0 and value == int(value)
-    )
+    if letter == "ms":
+        good = _SHORTEST_STEP_MS <= value <= _LONGEST_STEP_MS
+    else:
+        most = _MOST_REQUESTS if letter in ("B", "n") else _MOST_TOKENS
+        good = 0 <= value <= most and value == int(value)
     if not good:
+        expected = (
+            f"a latency > 0, {_SHORTEST_STEP_MS:g} to {_LONGEST_STEP_MS:g} ms"
+            if letter == "ms"
+            else f"a whole number >= 0, at most {most}"
+        )
         raise UserError(
             f"steps {name}: row {number}: {column} is {text!r}, expected {expected}"
         )
