@@ -158,6 +158,26 @@ def test_feedback_holds_the_share_of_late_steps(
     assert planned > adaptive
 
 
+@pytest.mark.parametrize("feedback", [True, False])
+def test_without_feedback_the_bound_stays_where_beta_puts_it(
+    profile: str, feedback: bool
+) -> None:
+    kairos = {"profile": profile, "tau_ms": TAU_MS, "beta": 0.9, "feedback": feedback}
+    e = VirtualEngine(make_scheduler(kairos=kairos))
+    e.truth = lambda ms: 1.3 * ms
+    for _ in range(8):
+        e.add(64, 150)
+    e.step()
+    e.add(4000, 2, chunks=[200] * 20)
+    e.drain()
+    limit_ms = e.scheduler._rule.limit_ms
+    assert limit_ms is not None
+    if feedback:
+        assert limit_ms < 0.85 * TAU_MS
+    else:
+        assert limit_ms == pytest.approx(0.9 * TAU_MS)
+
+
 WORK = st.lists(
     st.tuples(
         st.integers(0, 8),  # Steps to wait.

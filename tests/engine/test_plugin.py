@@ -57,6 +57,7 @@ def test_unknown_name_lists_the_registered_ones() -> None:
         ({"heartbeat_ms": 0.0}, "heartbeat_ms is 0.0"),
         ({"late_share": 0.0}, "late_share is 0.0"),
         ({"late_share": 0.5}, "late_share is 0.5"),
+        ({"feedback": "off"}, "feedback"),
         ({"error_warning_percent": 0.0}, "error_warning_percent is 0.0"),
         ({"mode": "eager"}, "eager"),
         ({"mode": "adaptive"}, "needs a profile"),

@@ -220,6 +220,48 @@ def test_nodes_with_one_profile_share_its_models_and_others_have_their_own() -> 
     assert p1 is not p2 and p1.step_ms(0, 0, 100) > 5 * p2.step_ms(0, 0, 100)
 
 
+def test_without_the_ledger_a_node_is_its_report_and_the_deflections_in_flight() -> (
+    None
+):
+    linked = msgspec.structs.replace(profile(), kv=KvLink(10.0, 1e6))
+    node = Node("n:1", linked, counts_sent=False)
+    told = report(
+        free_kv_blocks=100, block_size=10, prefills=[(70, 0)], step_remaining_ms=50.0
+    )
+    node.observe(told, 100.0)
+    for i, kind in enumerate(Kind):
+        node.ledger.open(f"t{i}", kind, 100 + i, 100.0)
+    node.fetching("t0", 400, 100.0)
+    s = state(node, 100.4)
+    assert [w.tokens for w in s.prefills] == [70]
+    assert (s.awaiting_kv, s.expected, s.free_kv_tokens) == (0, 0, 1000)
+    # As old as the report is, it is not read as of now.
+    assert (s.step_in_flight_ms, s.worked_off_ms) == (50.0, 0.0)
+    assert s.link_backlog_bytes == 0.0
+    assert [w.tokens for w in s.deflected] == [101]
+    node.ledger.decoding("t1", 100.4)
+    assert not state(node, 100.4).deflected
+    assert not state(node, 109.0).fresh
+
+
+@pytest.mark.parametrize(
+    ("policy", "options", "counted"),
+    [
+        ("kairos-paper", {}, 0),
+        ("kairos", {"ledger": False}, 0),
+        ("kairos", {}, 1),
+        ("disagg", {"balance": "least"}, 1),
+    ],
+)
+def test_the_fleet_counts_what_was_sent_where_the_policy_does(
+    policy: str, options: dict[str, object], counted: int
+) -> None:
+    settings = ProxySettings(MODEL, ["p:1"], ["d:1"], policy, options)
+    fleet = ProxyFleet(settings)
+    fleet["p:1"].ledger.open("t", Kind.PREFILL, 400, 100.0)
+    assert len(fleet.view(100.0).prefill[0].prefills) == counted
+
+
 EVENTS = st.lists(
     st.one_of(
         st.tuples(st.just("open"), st.integers(0, 9), st.sampled_from(list(Kind))),

@@ -411,6 +411,16 @@ def test_options_reach_the_policy_with_their_types() -> None:
     assert s.make_policy().literal_progress is False  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize(
+    ("option", "setting"), [("chunks=planned", "mode"), ("feedback=false", "feedback")]
+)
+def test_what_only_an_engine_can_leave_out_is_refused_with_its_setting(
+    option: str, setting: str
+) -> None:
+    with pytest.raises(UserError, match=f"expected '{setting}' in their"):
+        settings_from_args(parse(*KAIROS, "--policy-option", option))
+
+
 KAIROS = ("--prefill", "h:1", "--decode", "h:2", "--scheduling-policy", "kairos")
 
 

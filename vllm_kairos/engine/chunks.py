@@ -30,7 +30,12 @@ def chunk_rule(settings: EngineSettings, model: StepModel | None) -> ChunkRule:
     """The rule of ``mode``: adaptive wherever there is a profile to go by."""
     if model is None or settings.mode == "planned":
         return PlannedRule()
-    feedback = Feedback(settings.tau_ms, settings.beta, late_share=settings.late_share)
+    feedback = Feedback(
+        settings.tau_ms,
+        settings.beta,
+        late_share=settings.late_share,
+        learns=settings.feedback,
+    )
     return AdaptiveRule(model, feedback, settings.smallest_chunk_tokens)
 
 

@@ -32,6 +32,8 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         ttft_slo_ms: TTFT target; a prefill held past it gets a smallest chunk.
         beta: Safety factor on `tau_ms`.
         late_share: Target share of steps over `tau_ms`.
+        feedback: Learn from how far predictions were off; without it the bound
+            stays where `beta` puts it.
         smallest_chunk_tokens: Chunk of a prefill past its target for which no
             headroom is left.
         error_warning_percent: Mean prediction error past which one warning
@@ -48,6 +50,7 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ttft_slo_ms: float = 4000.0
     beta: float = 0.9
     late_share: float = 0.005
+    feedback: bool = True
     smallest_chunk_tokens: int = 16
     error_warning_percent: float = 25.0
 

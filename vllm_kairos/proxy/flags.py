@@ -24,6 +24,8 @@ from vllm_kairos.files import UserError, load_profile
 
 #: The bundled script's name for plain P/D disaggregation.
 ROUND_ROBIN = "round_robin"
+#: Parts of ``kairos`` that the engines do, and their setting for each.
+_ENGINE_PARTS = {"chunks": "mode", "feedback": "feedback"}
 _MAPPED = re.compile(r"^(\[[0-9A-Fa-f:.]+\]|[^=/\\\[\]:]+):(\d+)=(.+)$")
 _HOST = re.compile(r"^[A-Za-z0-9]([A-Za-z0-9_.-]*[A-Za-z0-9])?$")
 
@@ -217,6 +219,11 @@ class ProxySettings:
         return make_policy(self.policy, self.slo, **self.policy_options)
 
     @property
+    def counts_sent(self) -> bool:
+        """Whether the policy is shown what was dispatched since the last report."""
+        return self.make_policy().sees != "reports"
+
+    @property
     def counts_prompts(self) -> bool:
         """Whether anything asks how long a prompt is.
 
@@ -288,6 +295,12 @@ def settings_from_args(args: argparse.Namespace) -> ProxySettings:
         settings.make_policy()
     except (ValueError, TypeError) as error:
         raise UserError(f"--scheduling-policy {name}: {error}") from error
+    for part, setting in _ENGINE_PARTS.items():
+        if part in options:
+            raise UserError(
+                f"--policy-option {part}: engines do that, expected {setting!r} in "
+                "their --additional-config '{\"kairos\": {...}}'"
+            )
     return settings
 
 

@@ -34,6 +34,9 @@ class Node:
         up: False while it is believed dead.
         residency: Prefixes believed to be in its KV cache.
         link_ledger: KV on its way over its link, where the profile has one.
+        counts_sent: Its state shows what was dispatched since the last report.
+            Without, it is the report as it came, but for the deflected
+            prefills in flight, of which the paper allows one (§5.3).
     """
 
     address: str
@@ -44,6 +47,7 @@ class Node:
     up: bool = True
     residency: Residency = field(default_factory=Residency)
     link_ledger: LinkLedger | None = None
+    counts_sent: bool = True
     _model: StepModel | None = None
     _link: LinkModel | None = None
     _old_incarnations: list[str] = field(default_factory=list)
@@ -115,13 +119,20 @@ class Node:
         return True
 
     def state(self, now_s: float, max_age_s: float) -> NodeState:
-        """The node for a policy: the report plus what it does not show."""
+        """The node for a policy: the report plus what it does not show.
+
+        Args:
+            now_s: Monotonic clock.
+            max_age_s: Age from which the report is stale.
+        """
         state = self._state
         if state is None or self._version != self.ledger.version:
             self._version = self.ledger.version
             state = self._state = self._build()
         age_s = now_s - self.received_s
         state.fresh = age_s <= max_age_s
+        if not self.counts_sent:
+            return state
         report = self.report
         if report is not None:
             left_ms = report.step_remaining_ms - 1e3 * age_s
@@ -165,6 +176,7 @@ class Node:
             state.awaiting_kv_tokens = max(0, report.awaiting_kv_tokens)
             state.free_kv_tokens = report.free_kv_blocks * report.block_size
             state.limit_ms = report.limit_ms
+            state.step_in_flight_ms = max(0.0, report.step_remaining_ms)
             deflected += [
                 PrefillWork(d.tokens, max(0, d.computed))
                 for d in report.deflected
@@ -175,6 +187,10 @@ class Node:
             state.max_num_seqs = self.profile.engine.max_num_seqs
         self._sent_s = None
         for entry in self.ledger.unshown():
+            if not self.counts_sent:
+                if entry.kind is Kind.DEFLECTED:
+                    deflected.append(PrefillWork(entry.tokens))
+                continue
             if entry.kind is Kind.EXPECTED:
                 state.expected += 1
                 state.expected_kv_tokens += entry.tokens
@@ -207,6 +223,7 @@ class ProxyFleet:
     def __init__(self, settings: ProxySettings):
         self._settings = settings
         self._max_age_s = settings.state_max_age_ms / 1e3
+        self._counts_sent = settings.counts_sent
         self._nodes: dict[str, Node] = {}
         self._counts = (-1, -1)
         self.prefill: list[Node] = []
@@ -225,7 +242,11 @@ class ProxyFleet:
     def _node(self, address: str) -> Node:
         node = self._nodes.get(address)
         if node is None:
-            node = Node(address, self._settings.profiles.get(address))
+            node = Node(
+                address,
+                self._settings.profiles.get(address),
+                counts_sent=self._counts_sent,
+            )
             for twin in self._nodes.values():
                 if twin.profile is node.profile:
                     node.share_models(twin)

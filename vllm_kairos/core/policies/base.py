@@ -136,10 +136,11 @@ class Policy(abc.ABC):
             that a caller need not count tokens for it.
         oldest_ms: A request that has waited in the policy's queue for so long
             is sent, whatever the policy makes of it.
-        sees: What the simulator shows it: ``reports``, state as old as the
-            last heartbeat; ``ledger``, the same plus what was dispatched
-            since, as the live proxy has it; ``truth``, the state as it is,
-            which no deployed system has.
+        sees: What it is shown of the nodes: ``reports``, state as old as the
+            last heartbeat, but for the deflected prefills in flight;
+            ``ledger``, the same plus what was dispatched since; ``truth``,
+            the state as it is, which only a simulator has (a live policy is
+            shown the ledger then).
     """
 
     #: Requests wait in the policy's own queue: `enqueue` and `assign` are
