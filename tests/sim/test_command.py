@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 
 from vllm_kairos.cli import main
+from vllm_kairos.core.policies.kairos import PARTS
 from vllm_kairos.sim.paper_sections import spread
 
 FAST = ["--requests", "60", "--no-progress", "--jobs", "1"]
@@ -146,6 +148,8 @@ def test_prefix_hits_of_a_trace_with_hashes_shorten_prefill(tmp_path: Path) -> N
         (["--kv-tokens", "1000"], "are more than the 992 KV tokens of a node"),
         (["--profile", "h100"], "no such file, and not one of the shipped profiles"),
         (["--jobs", "0"], "--jobs 0: expected a whole number >= 1"),
+        (["--ablate", "--policy", "sq"], "--policy sq: expected none with --ablate"),
+        (["--ablate", "--tau-ms", "1"], "kairos meets the SLOs at no rate"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_two(
@@ -168,7 +172,45 @@ def test_a_bad_trace_row_is_told_by_line_and_field(
     assert "t.csv:2: num_decode_tokens is '0'" in capsys.readouterr().err
 
 
-def test_capacity_finds_the_highest_rate_within_both_slos(tmp_path: Path) -> None:
+def columns(printed: str) -> list[dict[str, str]]:
+    """The rows of a printed table by their headings."""
+    head, _, *rows = printed.splitlines()
+    names = re.split("  +", head)
+    cells = [re.split("  +", row) for row in rows if len(re.split("  +", row)) > 1]
+    return [dict(zip(names, row, strict=True)) for row in cells]
+
+
+def test_a_sweep_prints_p99_and_the_greatest_ttft_beside_p95(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--rate", "8", "--policy", "disagg", "--seeds", "1..2"]
+    summary = simulate(tmp_path, *words)
+    (row,) = columns(capsys.readouterr().out)
+    ttft = [run["ttft_ms"] for run in summary["runs"]]
+    for heading, key in (("p95 s", "p95"), ("p99 s", "p99"), ("max s", "max")):
+        assert row[heading] == f"{np.mean([t[key] for t in ttft]) / 1e3:.2f}"
+
+
+def test_an_ablation_is_run_where_the_parts_tell(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    words = ["--ablate", "--requests", "250", "--seeds", "5", "--output", str(out)]
+    assert main(["simulate", "--no-progress", "--jobs", "1", *words]) == 0
+    summary = json.loads((out / "summary.json").read_text())
+    assert len(columns(capsys.readouterr().out)) == len(PARTS) + 1
+    attained = {run["policy"]: run["slo_attainment"] for run in summary["runs"]}
+    rates = {run["rate"] for run in summary["runs"]}
+    assert len(rates) == 1 and rates.pop() > 12
+    assert attained.pop("kairos") >= 0.99
+    assert set(attained) == {f"kairos:{part}={v}" for part, v in PARTS.items()}
+    below = [part for part, share in attained.items() if share < 0.985]
+    assert len(below) >= 4, attained
+
+
+def test_capacity_finds_the_highest_rate_within_both_slos(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     words = ["--capacity", "--seeds", "1..3"]
     words += ["--policy", "disagg", "disagg:balance=least"]
     out = tmp_path / "out"
@@ -176,7 +218,12 @@ def test_capacity_finds_the_highest_rate_within_both_slos(tmp_path: Path) -> Non
     assert main([*command, *words, "--output", str(out)]) == 0
     capacity = json.loads((out / "summary.json").read_text())["capacity"]
     plain, least = capacity["disagg"], capacity["disagg:balance=least"]
-    for found in (plain, least):
+    rows = columns(capsys.readouterr().out)
+    for found, row in zip((plain, least), rows, strict=True):
+        ttft = [found["ttft_ms"][q] for q in ("p95", "p99", "max")]
+        assert ttft == sorted(ttft) and ttft[0] <= 4000
+        there = [row[q] for q in ("TTFT p95 s there", "p99 s", "max s")]
+        assert there == [f"{ms / 1e3:.2f}" for ms in ttft]
         assert found["ci95"][0] <= found["rps99"] <= found["ci95"][1]
         tried = {float(k): v for k, v in found["tried"].items()}
         assert tried[found["rps99"]] >= 0.99

@@ -11,6 +11,7 @@ import numpy as np
 
 from vllm_kairos.files import UserError
 from vllm_kairos.sim.cells import Cell, PolicySpec, run_cells
+from vllm_kairos.sim.results import mean_of, percentiles
 
 #: Share of requests that must meet both SLOs.
 TARGET = 0.99
@@ -47,16 +48,19 @@ def rps99(
         shown: Text of a progress bar.
 
     Returns:
-        ``rps99``, ``ci95`` (low, high), and ``tried``: attainment by rate.
+        ``rps99``, ``ci95`` (low, high), ``ttft_ms`` at that rate by percentile
+        (means over seeds), and ``tried``: attainment by rate.
     """
     tried: dict[float, list[float]] = {}
+    ttft: dict[float, dict[str, Any]] = {0.0: percentiles([])}
 
     def attainment(rate: float) -> float:
         if rate not in tried:
             cells = [make(spec, rate, seed) for seed in seeds]
             text = f"{spec.label} at {rate:g} RPS" if shown else None
-            runs = run_cells(cells, jobs, progress=text)
-            tried[rate] = [run["slo_attainment"] for run, _ in runs]
+            runs = [run for run, _ in run_cells(cells, jobs, progress=text)]
+            tried[rate] = [run["slo_attainment"] for run in runs]
+            ttft[rate] = mean_of(run["ttft_ms"] for run in runs)
         return float(np.mean(tried[rate]))
 
     low, high = 0.0, 4.0
@@ -69,7 +73,12 @@ def rps99(
         while attainment(low) < TARGET:
             low, high = low / 2, low
             if low < RESOLUTION_RPS:
-                return {"rps99": 0.0, "ci95": [0.0, 0.0], "tried": _by_rate(tried)}
+                return {
+                    "rps99": 0.0,
+                    "ci95": [0.0, 0.0],
+                    "ttft_ms": ttft[0.0],
+                    "tried": _by_rate(tried),
+                }
     while high - low > RESOLUTION_RPS:
         middle = (low + high) / 2
         if attainment(middle) >= TARGET:
@@ -82,6 +91,7 @@ def rps99(
     return {
         "rps99": low,
         "ci95": _interval(tried, low),
+        "ttft_ms": ttft[low],
         "tried": _by_rate(tried),
     }
 
@@ -128,7 +138,7 @@ def plan(
     """RPS99 of every split of a node budget into prefill and decode nodes.
 
     Returns:
-        ``splits``: ``prefill``, ``decode``, ``rps99``, ``ci95`` of each, and
+        ``splits``: ``prefill``, ``decode`` and what `rps99` finds of each, and
         ``best``: the one that carries most.
     """
     splits = []

@@ -44,7 +44,7 @@ from vllm_kairos.sim.options import (
 )
 from vllm_kairos.sim.output import RowsFile
 from vllm_kairos.sim.results import mean_of
-from vllm_kairos.sim.tables import sweep_table, table
+from vllm_kairos.sim.tables import capacity_table, sweep_table, table
 from vllm_kairos.sim.workload import WORKLOADS
 
 
@@ -63,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         metavar="RPS",
         help="requests a second: one or more, or A..B, or A..B..STEP (default: the "
-        "workload's own)",
+        "workload's own; with --ablate the highest that kairos carries)",
     )
     group.add_argument(
         "--requests",
@@ -95,7 +95,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--policy",
         nargs="+",
-        default=["disagg", "kairos-paper", "kairos"],
         metavar="NAME[:KEY=VALUE,...]",
         help=f"one or more of {', '.join(sorted(policies()))}; e.g. sl:length=1024 "
         "(default: disagg kairos-paper kairos)",
@@ -106,7 +105,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--ablate",
         action="store_true",
         help="kairos whole, and without one of its parts at a time, in place of "
-        "--policy",
+        "--policy; without --rate at the highest rate at which 99 %% of requests "
+        "meet both SLOs, where each part shows",
     )
     group.add_argument(
         "--capacity",
@@ -139,8 +139,13 @@ def run(args: argparse.Namespace) -> int:
     elif args.arrivals == "gamma" and cv is None:
         cv = 1.3
     workload = workload_of(args.workload, args.requests, cv)
-    policy = args.policy
+    policy = args.policy or ["disagg", "kairos-paper", "kairos"]
     if args.ablate:
+        if args.policy:
+            raise UserError(
+                f"--policy {' '.join(args.policy)}: expected none with --ablate, "
+                "which is of kairos"
+            )
         without = [f"kairos:{part}={value}" for part, value in PARTS.items()]
         policy = ["kairos", *without]
     specs = [parse_policy(text, settings) for text in policy]
@@ -191,6 +196,11 @@ def run(args: argparse.Namespace) -> int:
     }
     if args.capacity or args.plan:
         return _questions(args, summary, cell, specs, seeds, shown)
+    if args.ablate and not args.rate:
+        limit = rps99(cell, specs[0], seeds, args.jobs, shown)["rps99"]
+        if not limit:
+            raise UserError("--ablate: kairos meets the SLOs at no rate, give a --rate")
+        rates = [limit]
     cells = [cell(s, rate, seed) for rate in rates for s in specs for seed in seeds]
     runs = []
     with RowsFile(args.output) as rows:
@@ -238,11 +248,7 @@ def _questions(
     if args.capacity:
         found = {s.label: rps99(cell, s, seeds, args.jobs, shown) for s in specs}
         summary["capacity"] = found
-        lines = [
-            [label, f"{c['rps99']:.2f}", "{:.2f} to {:.2f}".format(*c["ci95"])]
-            for label, c in found.items()
-        ]
-        tables.append(table(["policy", "RPS99", "95 % interval"], lines))
+        tables.append(capacity_table(found, len(seeds)))
     if args.plan:
         budget = args.prefill + args.decode
         plans = {s.label: plan(cell, s, seeds, budget, args.jobs, shown) for s in specs}
