@@ -240,6 +240,48 @@ def test_flags_that_do_not_fit_together_are_told_in_one_line(
 
 
 @pytest.mark.parametrize(
+    ("words", "flag"),
+    [
+        (["--from-steps", "other.csv", "kept.csv", "--output", "kept.csv"], "from"),
+        (["--from-steps", "link.csv", "--output", "./kept.csv"], "from"),
+        (
+            ["--url", "http://u", "--step-log", "kept.csv", "--output", "kept.csv"],
+            "log",
+        ),
+        (
+            ["--url", "http://u", "--step-log", "p.steps.csv", "--output", "p.json"],
+            "log",
+        ),
+        (["--model", "m", "--trace", "kept.csv", "--output", "kept.csv"], "trace"),
+    ],
+)
+def test_what_is_read_is_never_written_over(words, flag, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    write_steps(tmp_path / "other.csv", synthetic_steps(200, seed=2), "e")
+    kept = write_steps(tmp_path / "kept.csv", synthetic_steps(200), "f")
+    (tmp_path / "link.csv").symlink_to(kept)
+    before = kept.read_bytes()
+    assert main(["profile", *words]) == 2
+    told = capsys.readouterr().err
+    assert "would be written over" in told
+    assert flag in told
+    assert kept.read_bytes() == before
+
+
+@pytest.mark.parametrize("seed", ["-1", "99999999999"])
+@pytest.mark.parametrize("source", [["--from-steps", "a.csv"], ["--model", "m"]])
+def test_a_seed_that_cannot_be_used_is_refused_before_any_work(
+    seed, source, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    words = ["profile", *source, "--output", "p.json", "--seed", seed]
+    assert main(words) == 2
+    told = capsys.readouterr().err
+    assert told.count("\n") == 1
+    assert f"--seed is {seed}, expected 0 to 4294967295" in told
+
+
+@pytest.mark.parametrize(
     ("text", "seconds"), [("60s", 60), ("90", 90), ("30m", 1800), ("1.5h", 5400)]
 )
 def test_a_budget_is_read_with_its_unit(text, seconds):

@@ -42,6 +42,15 @@ from vllm_kairos.profiling.steps import Steps, read_steps
 
 _UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
 _LEAST_BUDGET_S = 20.0
+#: Largest seed that NumPy's older generators take.
+_LARGEST_SEED = 2**32 - 1
+#: Files that measuring writes beside the profile.
+_WRITTEN_SUFFIXES = (
+    ".steps.csv",
+    ".progress.json",
+    ".engine-steps.csv",
+    ".engine.log",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -185,6 +194,9 @@ def _check_flags(args: argparse.Namespace) -> None:
     if not args.output:
         raise UserError("--output is missing, expected the profile to write")
     check_output_file(args.output, "--output")
+    _check_inputs_kept(args)
+    if not 0 <= args.seed <= _LARGEST_SEED:
+        raise UserError(f"--seed is {args.seed}, expected 0 to {_LARGEST_SEED}")
     if args.url and not args.step_log:
         raise UserError(
             "--url needs --step-log, the file the engine was told to log steps to "
@@ -199,6 +211,29 @@ def _check_flags(args: argparse.Namespace) -> None:
         raise UserError(
             f"--tensor-parallel-size is {args.tensor_parallel_size}, expected >= 1"
         )
+
+
+def _check_inputs_kept(args: argparse.Namespace) -> None:
+    """Refuse to write over what is to be read."""
+    output = Path(args.output)
+    written = [output]
+    if not args.from_steps:
+        written += [output.with_suffix(suffix) for suffix in _WRITTEN_SUFFIXES]
+    files = [("--from-steps", path) for path in args.from_steps or ()]
+    files += [("--step-log", args.step_log), ("--trace", args.trace)]
+    for flag, path in files:
+        for target in written:
+            if path and _same_file(Path(path), target):
+                raise UserError(
+                    f"{flag} {path}: would be written over (--output {output}), "
+                    "expected another file"
+                )
+
+
+def _same_file(a: Path, b: Path) -> bool:
+    if a.exists() and b.exists():
+        return a.samefile(b)
+    return a.resolve() == b.resolve()
 
 
 def _report(args: argparse.Namespace) -> int:
