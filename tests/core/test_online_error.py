@@ -85,6 +85,23 @@ def test_one_warning_names_phase_error_and_command():
     assert warnings.index(told[0]) >= FEWEST_STEPS - 1
 
 
+@pytest.mark.parametrize("every", [20, 50, 500])
+def test_a_step_measured_in_next_to_no_time_is_no_reason_to_refit(every):
+    tracker = OnlineError()
+    for step in range(1, 2000):
+        tracker.add(16, 0, 15.0, 0.1 if step % every == 0 else 15.0)
+        assert tracker.warning("refit") is None
+
+
+def test_an_engine_much_faster_than_its_profile_is_a_reason_to_refit():
+    tracker = OnlineError()
+    for _ in range(FEWEST_STEPS):
+        tracker.add(16, 0, 60.0, 15.0)
+    told = tracker.warning("refit")
+    assert told is not None
+    assert "off by 100 %" in told
+
+
 def test_steps_without_a_prediction_are_ignored():
     tracker = OnlineError()
     for predicted, measured in ((0.0, 5.0), (-1.0, 5.0), (5.0, 0.0), (5.0, np.nan)):

@@ -23,6 +23,10 @@ FEWEST_STEPS = 50
 _LEAST_LATE = 1.0
 _MOST_LATE = 4.0
 
+#: Thresholds that one step counts for at most: fewer than one step in four
+#: off, however far, is no warning.
+_CAP = 4.0
+
 
 def phase_of(decodes: int, prefill_tokens: int) -> str:
     """Name of the predictor a step belongs to."""
@@ -64,17 +68,21 @@ class _Window:
         "_ordered_error",
         "_sum",
         "_sum_abs",
+        "_sum_capped",
+        "_cap",
     )
 
-    def __init__(self, size: int):
+    def __init__(self, size: int, cap: float):
         self.count = 0
         self._size = size
+        self._cap = cap
         self._recent: deque[tuple[float, float]] = deque()
         self._ordered: list[float] = []
         self._ordered_error: list[float] = []
         # Running sums: errors are asked for at every step.
         self._sum = 0.0
         self._sum_abs = 0.0
+        self._sum_capped = 0.0
 
     def add(self, ratio: float, error: float) -> None:
         if len(self._recent) == self._size:
@@ -85,11 +93,13 @@ class _Window:
             ]
             self._sum -= old_error
             self._sum_abs -= abs(old_error)
+            self._sum_capped -= min(abs(old_error), self._cap)
         self._recent.append((ratio, error))
         bisect.insort(self._ordered, ratio)
         bisect.insort(self._ordered_error, abs(error))
         self._sum += error
         self._sum_abs += abs(error)
+        self._sum_capped += min(abs(error), self._cap)
         self.count += 1
 
     def __len__(self) -> int:
@@ -103,6 +113,14 @@ class _Window:
     def mape_percent(self) -> float:
         """Mean absolute error, without the rest of `error`."""
         return 100.0 * max(self._sum_abs, 0.0) / len(self._recent)
+
+    def capped_percent(self) -> float:
+        """Mean absolute error, each step counted up to the cap.
+
+        A step whose work was measured in the one before looks thousands of
+        percent off; one such step is no reason to refit.
+        """
+        return 100.0 * max(self._sum_capped, 0.0) / len(self._recent)
 
     def error(self) -> PhaseError:
         errors = self._ordered_error
@@ -121,8 +139,8 @@ class OnlineError:
 
     Args:
         window: Steps of each phase that are looked back on.
-        warn_percent: Mean absolute error past which `warning` speaks; infinite
-            never does.
+        warn_percent: Mean absolute error past which `warning` speaks, each
+            step counted up to four times as much; infinite never does.
 
     Raises:
         ValueError: An argument is out of range.
@@ -134,7 +152,8 @@ class OnlineError:
         if not warn_percent > 0:
             raise ValueError(f"warn_percent is {warn_percent!r}, expected > 0")
         self._warn_percent = warn_percent
-        self._windows = {phase: _Window(window) for phase in PHASES}
+        cap = _CAP * warn_percent / 100.0
+        self._windows = {phase: _Window(window, cap) for phase in PHASES}
         self._warned: set[str] = set()
 
     def add(
@@ -171,12 +190,13 @@ class OnlineError:
         for phase, window in self._windows.items():
             if phase in self._warned or len(window) < FEWEST_STEPS:
                 continue
-            if window.mape_percent() > self._warn_percent:
+            off_percent = window.capped_percent()
+            if off_percent > self._warn_percent:
                 error = window.error()
                 self._warned.add(phase)
                 return (
                     f"step predictions for {phase} steps are off by "
-                    f"{error.mape_percent:.0f} % on average (bias "
+                    f"{off_percent:.0f} % on average (bias "
                     f"{error.bias_percent:+.0f} %, P95 {error.p95_percent:.0f} %) "
                     f"over the last {len(window)} steps, threshold "
                     f"{self._warn_percent:g} %; to refit: {refit_command}"
