@@ -30,8 +30,8 @@ class Progress(contextlib.AbstractContextManager["Progress"]):
             unit="s",
             file=sys.stderr,
             disable=True if quiet else None,
-            bar_format="{desc} {percentage:3.0f}%|{bar}| {elapsed}<{remaining} "
-            "{postfix}",
+            # tqdm's own times would be of the rate since a resume.
+            bar_format="{desc} {percentage:3.0f}%|{bar}| {postfix}",
         )
         if session.resumed and not quiet:
             print(
@@ -43,8 +43,9 @@ class Progress(contextlib.AbstractContextManager["Progress"]):
     def say(self, what: str) -> None:
         """Name what runs now."""
         spent = min(time.monotonic() - self._started, self._budget_s)
+        left = tqdm.format_interval(self._budget_s - spent)
         self._bar.n = round(spent)
-        self._bar.set_postfix_str(what)
+        self._bar.set_postfix_str(f"{tqdm.format_interval(spent)}<{left}, {what}")
 
     def __exit__(self, *_: object) -> None:
         self._bar.close()
