@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 
 import numpy as np
@@ -125,6 +126,42 @@ def test_a_session_of_another_model_is_not_continued(tmp_path):
     session.finish_cell("x", "grid", [], 1.0)
     with pytest.raises(UserError, match="remove it to start anew"):
         Session(tmp_path / "p.json", {"model": "b"})
+
+
+async def test_another_configuration_of_the_same_model_is_not_continued(
+    tmp_path, monkeypatch
+):
+    async def broken(self):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(collect._Run, "everything", broken)
+    async with StubEngine(tmp_path / "log.csv") as engine:
+        first = _target(engine, tmp_path)
+        with pytest.raises(KeyboardInterrupt):
+            await profile_engine(first)
+        with pytest.raises(KeyboardInterrupt):  # The same resumes.
+            await profile_engine(first)
+        for change, told in (
+            ({"serve_args": ["--dtype", "half"]}, "serve_args.*'half'"),
+            ({"hardware": "another"}, "hardware 'stub', not 'another'"),
+            ({"tensor_parallel": 2}, "tensor_parallel 1, not 2"),
+            ({"lengths": [(5, 5)]}, "trace "),
+        ):
+            other = dataclasses.replace(first, **change)
+            with pytest.raises(UserError, match=told):
+                await profile_engine(other)
+
+
+@pytest.mark.parametrize(
+    "state", [{}, {"done": ["x"]}, {"done": 3, "spent_s": 1, "rows": 2}]
+)
+def test_a_session_without_its_fields_is_told_in_one_line(tmp_path, state):
+    session = Session(tmp_path / "p.json", {"model": "a"})
+    raw = json.loads(session.progress_path.read_text())
+    kept = {name: raw[name] for name in ("format", "key")}
+    session.progress_path.write_text(json.dumps({**kept, **state}))
+    with pytest.raises(UserError, match=r"p\.progress\.json.*missing or wrong"):
+        Session(tmp_path / "p.json", {"model": "a"})
 
 
 def test_rows_of_a_cell_cut_off_are_not_kept_twice(tmp_path):

@@ -12,6 +12,7 @@ import asyncio
 import functools
 import os
 import time
+import zlib
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,7 +70,8 @@ class Target:
         kv_dtype: Element type of the KV cache, ``auto`` for the model's.
         tensor_parallel: GPUs the engine is spread over.
         seed: Of all that is drawn.
-        lengths: ``(prompt, output)`` tokens of a trace to replay.
+        lengths: ``(prompt, output)`` tokens of a trace that replays draw from.
+        serve_args: Arguments the engine was started with, where we did.
         prefill_url: A prefill engine whose KV transfers to this one are
             measured too.
         quiet: Show no progress.
@@ -87,6 +89,7 @@ class Target:
     tensor_parallel: int = 1
     seed: int = 0
     lengths: Sequence[tuple[int, int]] = ()
+    serve_args: Sequence[str] = ()
     prefill_url: str | None = None
     quiet: bool = False
 
@@ -149,9 +152,7 @@ async def profile_engine(target: Target) -> Profile:
         seqs = report.max_num_seqs if report else _DEFAULT_SEQS
         kv_tokens = served.kv_tokens or 1 << 30
         bounds = plan.Bounds(served.max_model_len, kv_tokens, seqs)
-        session = Session(
-            target.output, {"model": served.model, "seed": target.seed, "v": 1}
-        )
+        session = Session(target.output, _session_key(target, served))
         run = _Run(target, client, bounds, session)
         with Progress(target.budget_s, session, target.quiet) as progress:
             run.progress = progress
@@ -168,6 +169,22 @@ async def profile_engine(target: Target) -> Profile:
     save_profile(target.output, profile)
     session.close()
     return profile
+
+
+def _session_key(target: Target, served: Served) -> dict[str, object]:
+    """All that may not change between a run and its resuming."""
+    return {
+        "model": served.model,
+        "root": served.root,
+        "max_model_len": served.max_model_len,
+        "engine_version": served.version,
+        "hardware": target.hardware or describe_hardware(),
+        "tensor_parallel": target.tensor_parallel,
+        "serve_args": list(target.serve_args),
+        "trace": zlib.crc32(repr(list(target.lengths)).encode()),
+        "seed": target.seed,
+        "v": 2,
+    }
 
 
 async def _with_link(

@@ -116,8 +116,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--trace",
         metavar="FILE",
-        help="CSV of prompt and output lengths to replay last, as steps that are not "
-        "fitted",
+        help="CSV of prompt and output lengths that every replay draws from; one "
+        "replay in three (of a short run one in two) is not fitted",
     )
     group.add_argument(
         "--kv-dtype",
@@ -354,6 +354,7 @@ def _collect(args: argparse.Namespace) -> int:
         tensor_parallel=args.tensor_parallel_size,
         seed=args.seed,
         lengths=read_lengths(args.trace) if args.trace else (),
+        serve_args=args.serve_args,
     )
 
     async def measure() -> Profile:

@@ -64,14 +64,24 @@ class Session:
             ) from error
         if not isinstance(raw, dict) or raw.get("format") != _FORMAT:
             raise UserError(f"{where}: not a profiling session; remove it")
-        if raw.get("key") != self._key:
+        key = raw.get("key")
+        if key != self._key:
+            key = key if isinstance(key, dict) else {}
+            others = [name for name in self._key if key.get(name) != self._key[name]]
+            told = [f"{n} {key.get(n)!r}, not {self._key[n]!r}" for n in others]
             raise UserError(
-                f"{where}: measured {raw.get('key')}, expected {self._key}; remove "
-                "it to start anew"
+                f"{where}: measured {'; '.join(told) or key}: expected the same to "
+                "resume; remove it to start anew"
             )
-        self.done = [str(name) for name in raw["done"]]
-        self.spent_s = float(raw["spent_s"])
-        self._rows = int(raw["rows"])
+        try:
+            self.done = [str(name) for name in raw["done"]]
+            self.spent_s = float(raw["spent_s"])
+            self._rows = int(raw["rows"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise UserError(
+                f"{where}: done, spent_s or rows is missing or wrong ({error!r}); "
+                "remove it to start anew"
+            ) from error
         lines = text.splitlines(keepends=True)
         # Rows of a cell that was cut off are measured again.
         write_atomically(self.steps_path, "".join(lines[: 1 + self._rows]).encode())
