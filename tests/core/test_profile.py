@@ -66,7 +66,24 @@ def _changed(**changes: object) -> bytes:
         ({"decode__terms": {"B": -0.5}}, "decode.terms.*'B'"),
         ({"decode__terms": {"Q": 0.5}}, "decode.terms.*'Q'"),
         ({"mixed__combine": "min"}, r"\$\.mixed\.combine"),
-        ({"kv__bytes_per_token": -3.0}, "kv_bytes_per_token"),
+        ({"decode__terms": {}}, "decode.terms has no term above 0"),
+        ({"prefill__terms": {"1": 0.0}}, "prefill.terms has no term above 0"),
+        ({"mixed": {"terms": {}}}, "mixed.terms has no term above 0"),
+        ({"decode__terms": {"1": 8.0, "c": 0.1}}, "decode.terms has 'c', expected"),
+        ({"decode__ranges": {"B": [8.0, 1.0]}}, "decode.ranges.B is 8 to 1"),
+        ({"mixed__ranges": {"c": [-1.0, 1.0]}}, "mixed.ranges.c is -1 to 1"),
+        ({"mixed__ranges": {"x": [0.0, 1.0]}}, "mixed.ranges has 'x'"),
+        ({"decode__steps": -5}, r">= 0.*\$\.decode\.steps"),
+        ({"engine__budget_tokens": 0}, r">= 1.*\$\.engine\.budget_tokens"),
+        ({"engine__max_num_seqs": -1}, r">= 1.*\$\.engine\.max_num_seqs"),
+        ({"engine__kv_tokens": 0}, r">= 1.*\$\.engine\.kv_tokens"),
+        ({"engine__block_size": 0}, r">= 1.*\$\.engine\.block_size"),
+        ({"kv": {"bytes_per_token": 0.0}}, r"> 0.*\$\.kv\.bytes_per_token"),
+        ({"kv__bytes_per_token": -3.0}, r"> 0.*\$\.kv\.bytes_per_token"),
+        ({"kv__bytes_per_s": 0.0}, r"\$\.kv\.bytes_per_s"),
+        ({"kv__fixed_ms": -1.0}, r">= 0.*\$\.kv\.fixed_ms"),
+        ({"v": None}, "missing required field `v`"),
+        ({"format": None}, "missing required field `format`"),
         ({"engine__max_num_seqs": 1.5}, r"\$\.engine\.max_num_seqs"),
         ({"kind": "guessed"}, r"\$\.kind"),
         ({"v": 2}, "version is 2, expected 1"),
@@ -86,6 +103,16 @@ def test_a_field_missing_extra_or_wrong_is_named(tmp_path, changes, named):
 def test_what_is_no_profile_is_refused(text):
     with pytest.raises(ValueError):
         decode_profile(text)
+
+
+def test_a_profile_nested_without_end_is_refused():
+    deep = b'{"x":' * 100_000 + b"1" + b"}" * 100_000
+    data = encode_profile(PROFILE).replace(
+        b'"provenance": {}', b'"provenance": ' + deep
+    )
+    assert len(data) > 500_000
+    with pytest.raises(ValueError, match="nested too deeply"):
+        decode_profile(data)
 
 
 def test_a_failed_write_leaves_the_old_profile(tmp_path, monkeypatch):

@@ -7,16 +7,26 @@ into a checked `Profile` and back; files are `vllm_kairos.files`.
 
 from __future__ import annotations
 
-from typing import Literal
+import math
+from typing import Annotated, Literal
 
 import msgspec
 
 from vllm_kairos.core.link import LinkModel
-from vllm_kairos.core.predictor import Predictor
+from vllm_kairos.core.predictor import TERMS, Predictor
 from vllm_kairos.core.step_model import Combine, StepModel
 
 PROFILE_FORMAT = "vllm-kairos-profile"
 PROFILE_VERSION = 1
+
+# Checked where a profile is read.
+_Count = Annotated[int, msgspec.Meta(ge=0)]
+_Limit = Annotated[int, msgspec.Meta(ge=1)]
+_Positive = Annotated[float, msgspec.Meta(gt=0)]
+_NotNegative = Annotated[float, msgspec.Meta(ge=0)]
+
+#: All that a decode-only step is predicted from.
+_DECODE_TERMS = ("1", "B", "K")
 
 
 class FittedPredictor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -36,7 +46,7 @@ class FittedPredictor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """
 
     terms: dict[str, float]
-    steps: int = 0
+    steps: _Count = 0
     ranges: dict[str, tuple[float, float]] = {}
     error: dict[str, float] = {}
     residual_quantiles: dict[str, float] = {}
@@ -53,9 +63,9 @@ class KvLink(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         fixed_ms: Cost of an empty transfer.
     """
 
-    bytes_per_token: float
-    bytes_per_s: float | None = None
-    fixed_ms: float = 0.0
+    bytes_per_token: _Positive
+    bytes_per_s: _Positive | None = None
+    fixed_ms: _NotNegative = 0.0
 
 
 class EngineLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -68,10 +78,10 @@ class EngineLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         block_size: Tokens of a KV block.
     """
 
-    budget_tokens: int
-    max_num_seqs: int
-    kv_tokens: int
-    block_size: int = 16
+    budget_tokens: _Limit
+    max_num_seqs: _Limit
+    kv_tokens: _Limit
+    block_size: _Limit = 16
 
 
 class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -130,7 +140,15 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return LinkModel(self.kv.bytes_per_token, self.kv.bytes_per_s, self.kv.fixed_ms)
 
 
+class _Header(msgspec.Struct):
+    """What says that a file is a profile; other fields are left alone."""
+
+    format: str
+    v: int
+
+
 _decoder = msgspec.json.Decoder(Profile)
+_header_decoder = msgspec.json.Decoder(_Header)
 
 
 def decode_profile(data: bytes) -> Profile:
@@ -141,16 +159,45 @@ def decode_profile(data: bytes) -> Profile:
             or out of range; the message names the field.
     """
     try:
+        header = _header_decoder.decode(data)
+        if header.format != PROFILE_FORMAT:
+            raise ValueError(
+                f"format is {header.format!r}, expected {PROFILE_FORMAT!r}"
+            )
+        if header.v != PROFILE_VERSION:
+            raise ValueError(f"version is {header.v}, expected {PROFILE_VERSION}")
         profile = _decoder.decode(data)
     except msgspec.DecodeError as error:
         raise ValueError(str(error)) from error
-    if profile.format != PROFILE_FORMAT:
-        raise ValueError(f"format is {profile.format!r}, expected {PROFILE_FORMAT!r}")
-    if profile.v != PROFILE_VERSION:
-        raise ValueError(f"version is {profile.v}, expected {PROFILE_VERSION}")
+    except RecursionError as error:
+        raise ValueError("nested too deeply, expected a profile") from error
+    for phase in ("prefill", "decode", "mixed"):
+        _check_predictor(phase, getattr(profile, phase))
     profile.step_model()
     profile.link_model()
     return profile
+
+
+def _check_predictor(phase: str, part: FittedPredictor) -> None:
+    """Refuse a predictor that says nothing, or what is not heard."""
+    # `max` may leave every mixed step to the decode predictor.
+    if part.combine == "add" and not any(part.terms.values()):
+        raise ValueError(f"{phase}.terms has no term above 0, expected at least one")
+    for term in part.terms if phase == "decode" else ():
+        if term not in _DECODE_TERMS and term in TERMS:
+            raise ValueError(
+                f"decode.terms has {term!r}, expected only {', '.join(_DECODE_TERMS)}"
+            )
+    for letter, (low, high) in part.ranges.items():
+        if letter not in ("B", "K", "c", "p", "n"):
+            raise ValueError(
+                f"{phase}.ranges has {letter!r}, expected only B, K, c, p, n"
+            )
+        if not 0 <= low <= high < math.inf:
+            raise ValueError(
+                f"{phase}.ranges.{letter} is {low:g} to {high:g}, expected least "
+                "and greatest value, 0 or more"
+            )
 
 
 def encode_profile(profile: Profile) -> bytes:

@@ -10,7 +10,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from vllm_kairos.core.profile import EngineLimits, KvLink, Profile
+from vllm_kairos.core.profile import (
+    EngineLimits,
+    KvLink,
+    Profile,
+    decode_profile,
+    encode_profile,
+)
 from vllm_kairos.files import UserError
 from vllm_kairos.profiling import clean
 from vllm_kairos.profiling.errors import (
@@ -61,6 +67,9 @@ def build_profile(
         kv: KV size and link, if known.
         engine: Limits of the engine, if known.
         provenance: Where the steps came from; what the fit knows is added.
+
+    Raises:
+        UserError: The fit is none that an engine could use.
     """
     story: dict[str, object] = dict(provenance or {})
     story["dropped_steps"] = dict(fit.dropped)
@@ -71,7 +80,7 @@ def build_profile(
         for phase in PHASES
     }
     story["held_out_predicted_measured_ms"] = {p: _points(fit, p) for p in PHASES}
-    return Profile(
+    profile = Profile(
         name=name,
         model=model,
         hardware=hardware,
@@ -85,6 +94,13 @@ def build_profile(
         engine=engine,
         provenance=story,
     )
+    try:
+        decode_profile(encode_profile(profile))
+    except ValueError as error:
+        raise UserError(
+            f"steps: they give a profile that cannot be used: {error}"
+        ) from error
+    return profile
 
 
 def validate(profile: Profile, steps: Steps) -> dict[str, Any]:
