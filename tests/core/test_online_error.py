@@ -102,6 +102,19 @@ def test_an_engine_much_faster_than_its_profile_is_a_reason_to_refit():
     assert "off by 100 %" in told
 
 
+def test_steps_outside_the_profile_are_told_of_once_with_what_is_outside():
+    tracker = OnlineError()
+    told = []
+    for step in range(300):
+        tracker.add(8, 0, 20.0, 20.0, ("K",) if step % 20 == 0 else ())
+        tracker.add(8, 64, 40.0, 40.0, ("c", "B") if step % 4 == 0 else ())
+        told.append(tracker.warning("refit it"))
+    (line,) = [text for text in told if text]
+    assert "26 % of the last 50 mixed steps lie outside the ranges" in line
+    assert "(B, c)" in line
+    assert line.endswith("to refit: refit it")
+
+
 def test_steps_without_a_prediction_are_ignored():
     tracker = OnlineError()
     for predicted, measured in ((0.0, 5.0), (-1.0, 5.0), (5.0, 0.0), (5.0, np.nan)):

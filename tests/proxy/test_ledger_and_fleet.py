@@ -14,6 +14,7 @@ from vllm_kairos.core.profile import KvLink
 from vllm_kairos.proxy.flags import ProxySettings
 from vllm_kairos.proxy.fleet import Node, ProxyFleet
 from vllm_kairos.proxy.ledger import UNNAMED_AFTER_S, Kind, LinkLedger
+from vllm_kairos.proxy.metrics import ProxyMetrics
 
 
 def state(node: Node, now_s: float = 100.0):
@@ -193,6 +194,26 @@ def test_kv_on_a_link_drains_at_its_rate_and_is_gone_with_its_first_bytes() -> N
     link.close("b", 109.0)
     link.open("c", 100.0, 110.0)
     assert link.backlog_bytes(110.0) == pytest.approx(100.0)
+
+
+def test_a_batch_outside_the_profile_is_seen_in_the_metrics() -> None:
+    seen = profile()
+    decode = msgspec.structs.replace(seen.decode, ranges={"B": (1.0, 8.0)})
+    seen = msgspec.structs.replace(seen, decode=decode)
+    inside, outside, silent = (Node(f"n:{i}", seen) for i in range(3))
+    inside.observe(report(decodes=8), 100.0)
+    outside.observe(report(decodes=9), 100.0)
+    unknown = Node("n:3")
+    unknown.observe(report(decodes=9), 100.0)
+    metrics = ProxyMetrics()
+    metrics.watch([inside, outside, silent, unknown])
+    name = "kairos_proxy_profile_extrapolated"
+    told = [
+        line
+        for line in metrics.text().decode().splitlines()
+        if line.startswith(name + "{")
+    ]
+    assert told == [f'{name}{{node="n:0"}} 0.0', f'{name}{{node="n:1"}} 1.0']
 
 
 def test_a_transfer_counts_on_the_node_it_is_fetched_from() -> None:

@@ -27,6 +27,9 @@ _MOST_LATE = 4.0
 #: off, however far, is no warning.
 _CAP = 4.0
 
+#: Share of recent steps outside the profile's ranges that is worth a word.
+_WORTH_A_WORD = 0.1
+
 
 def phase_of(decodes: int, prefill_tokens: int) -> str:
     """Name of the predictor a step belongs to."""
@@ -70,13 +73,18 @@ class _Window:
         "_sum_abs",
         "_sum_capped",
         "_cap",
+        "_outside",
+        "letters",
     )
 
     def __init__(self, size: int, cap: float):
         self.count = 0
         self._size = size
         self._cap = cap
-        self._recent: deque[tuple[float, float]] = deque()
+        self._recent: deque[tuple[float, float, bool]] = deque()
+        self._outside = 0
+        #: Quantities that have been outside the ranges of the profile.
+        self.letters: set[str] = set()
         self._ordered: list[float] = []
         self._ordered_error: list[float] = []
         # Running sums: errors are asked for at every step.
@@ -84,9 +92,10 @@ class _Window:
         self._sum_abs = 0.0
         self._sum_capped = 0.0
 
-    def add(self, ratio: float, error: float) -> None:
+    def add(self, ratio: float, error: float, outside: tuple[str, ...]) -> None:
         if len(self._recent) == self._size:
-            old_ratio, old_error = self._recent.popleft()
+            old_ratio, old_error, old_outside = self._recent.popleft()
+            self._outside -= old_outside
             del self._ordered[bisect.bisect_left(self._ordered, old_ratio)]
             del self._ordered_error[
                 bisect.bisect_left(self._ordered_error, abs(old_error))
@@ -94,7 +103,9 @@ class _Window:
             self._sum -= old_error
             self._sum_abs -= abs(old_error)
             self._sum_capped -= min(abs(old_error), self._cap)
-        self._recent.append((ratio, error))
+        self._recent.append((ratio, error, bool(outside)))
+        self._outside += bool(outside)
+        self.letters.update(outside)
         bisect.insort(self._ordered, ratio)
         bisect.insort(self._ordered_error, abs(error))
         self._sum += error
@@ -113,6 +124,10 @@ class _Window:
     def mape_percent(self) -> float:
         """Mean absolute error, without the rest of `error`."""
         return 100.0 * max(self._sum_abs, 0.0) / len(self._recent)
+
+    def outside_share(self) -> float:
+        """Share of the steps in the window that were extrapolated."""
+        return self._outside / len(self._recent)
 
     def capped_percent(self) -> float:
         """Mean absolute error, each step counted up to the cap.
@@ -155,9 +170,15 @@ class OnlineError:
         cap = _CAP * warn_percent / 100.0
         self._windows = {phase: _Window(window, cap) for phase in PHASES}
         self._warned: set[str] = set()
+        self._told_outside: set[str] = set()
 
     def add(
-        self, decodes: int, prefill_tokens: int, predicted_ms: float, measured_ms: float
+        self,
+        decodes: int,
+        prefill_tokens: int,
+        predicted_ms: float,
+        measured_ms: float,
+        outside: tuple[str, ...] = (),
     ) -> None:
         """Take one step; one that was not predicted or measured is ignored.
 
@@ -166,11 +187,15 @@ class OnlineError:
             prefill_tokens: ``c``.
             predicted_ms: As the profile says, uncorrected.
             measured_ms: As it was.
+            outside: Its quantities outside the ranges of the profile
+                (`StepModel.outside`).
         """
         if not (0.0 < predicted_ms < math.inf and 0.0 < measured_ms < math.inf):
             return
         self._windows[phase_of(decodes, prefill_tokens)].add(
-            measured_ms / predicted_ms, (predicted_ms - measured_ms) / measured_ms
+            measured_ms / predicted_ms,
+            (predicted_ms - measured_ms) / measured_ms,
+            outside,
         )
 
     def errors(self) -> dict[str, PhaseError]:
@@ -182,7 +207,10 @@ class OnlineError:
         }
 
     def warning(self, refit_command: str) -> str | None:
-        """One line about a phase whose error passed the threshold, once each.
+        """One line about a phase, once each: its error, or its extrapolation.
+
+        The error has passed the threshold, or more than a tenth of recent
+        steps lie outside the ranges that the profile has seen.
 
         Args:
             refit_command: What the user can run to measure anew.
@@ -200,6 +228,17 @@ class OnlineError:
                     f"{error.bias_percent:+.0f} %, P95 {error.p95_percent:.0f} %) "
                     f"over the last {len(window)} steps, threshold "
                     f"{self._warn_percent:g} %; to refit: {refit_command}"
+                )
+        for phase, window in self._windows.items():
+            if phase in self._told_outside or len(window) < FEWEST_STEPS:
+                continue
+            if window.outside_share() > _WORTH_A_WORD:
+                self._told_outside.add(phase)
+                return (
+                    f"{100 * window.outside_share():.0f} % of the last {len(window)} "
+                    f"{phase} steps lie outside the ranges the profile has seen "
+                    f"({', '.join(sorted(window.letters))}): their predictions "
+                    f"extrapolate; to refit: {refit_command}"
                 )
         return None
 

@@ -14,13 +14,11 @@ class Estimates:
         ttft_prefill_ms: TTFT on the best prefill node (Eq. 1), if estimated.
         ttft_decode_ms: TTFT on the best feasible decode node (Eq. 6), if any.
         step_ms: Predicted latency of each step of the chunk schedule.
-        extrapolated: A prediction left the ranges its profile was fitted on.
     """
 
     ttft_prefill_ms: float | None = None
     ttft_decode_ms: float | None = None
     step_ms: tuple[float, ...] = ()
-    extrapolated: bool = False
 
 
 _NO_ESTIMATES = Estimates()

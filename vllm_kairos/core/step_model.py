@@ -268,30 +268,36 @@ class StepModel:
 
         Arguments as for `step_ms`.
         """
+        what = (decodes, decode_kv_tokens, prefill_tokens, prefill_kv_tokens, prefills)
+        return Estimate(self.step_ms(*what), self.outside(*what))
+
+    def outside(
+        self,
+        decodes: int,
+        decode_kv_tokens: float,
+        prefill_tokens: int = 0,
+        prefill_kv_tokens: float = 0,
+        prefills: int = 1,
+    ) -> tuple[str, ...]:
+        """Letters of the quantities outside the ranges seen.
+
+        Arguments as for `step_ms`.
+        """
+        values: tuple[tuple[str, float], ...]
+        values = (("B", decodes), ("K", decode_kv_tokens))
         if prefill_tokens <= 0:
             if decodes <= 0:
-                return Estimate(0.0)
+                return ()
             phase = "decode"
-            values = {"B": float(decodes), "K": float(decode_kv_tokens)}
         else:
             phase = "mixed" if decodes > 0 else "prefill"
-            values = {
-                "B": float(decodes),
-                "K": float(decode_kv_tokens),
-                "c": float(prefill_tokens),
-                "p": float(prefill_kv_tokens),
-                "n": float(prefills),
-            }
+            values += ("c", prefill_tokens), ("p", prefill_kv_tokens), ("n", prefills)
         seen = self.ranges.get(phase, {})
-        outside = tuple(
-            name
-            for name, value in values.items()
-            if name in seen and not seen[name][0] <= value <= seen[name][1]
+        return tuple(
+            letter
+            for letter, value in values
+            if letter in seen and not seen[letter][0] <= value <= seen[letter][1]
         )
-        ms = self.step_ms(
-            decodes, decode_kv_tokens, prefill_tokens, prefill_kv_tokens, prefills
-        )
-        return Estimate(ms, outside)
 
     def step_ms_array(
         self,

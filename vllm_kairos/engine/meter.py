@@ -65,9 +65,9 @@ class StepMeter:
         self._log = log
         self._refit_command = refit_command
         self._records: deque[StepRecord] = deque()
-        #: Decodes and prefill tokens of a step, predicted and measured
-        #: milliseconds. Bounded: without a heartbeat nobody takes from it.
-        self._outcomes: deque[tuple[int, int, float, float]] = deque(maxlen=512)
+        #: What a step held, predicted and measured milliseconds. Bounded:
+        #: without a heartbeat nobody takes from it.
+        self._outcomes: deque[tuple[StepLoad, float, float]] = deque(maxlen=512)
         #: Step, what it holds, when it began, predicted milliseconds.
         self._in_flight: deque[tuple[SchedulerOutput, StepLoad, float, float]] = deque()
         self._steps = 0
@@ -127,9 +127,7 @@ class StepMeter:
         self.recent.append((predicted_ms or -1.0, measured_ms))
         self._rule.observe(load, predicted_ms, measured_ms)
         if self._model is not None:
-            self._outcomes.append(
-                (load.decodes, load.prefill_tokens, predicted_ms, measured_ms)
-            )
+            self._outcomes.append((load, predicted_ms, measured_ms))
         if self._log is not None:
             self._records.append(
                 StepRecord(
@@ -157,10 +155,19 @@ class StepMeter:
 
         Neither is needed by the next step, so no step pays for it.
         """
-        outcomes = self._outcomes
-        for _ in range(len(outcomes)):
-            self.errors.add(*outcomes.popleft())
-        if self._model is not None:
+        outcomes, model = self._outcomes, self._model
+        if model is not None:
+            for _ in range(len(outcomes)):
+                load, predicted_ms, measured_ms = outcomes.popleft()
+                decodes, tokens = load.decodes, load.prefill_tokens
+                outside = model.outside(
+                    decodes,
+                    load.decode_kv_tokens,
+                    tokens,
+                    load.prefill_kv_tokens,
+                    load.prefills,
+                )
+                self.errors.add(decodes, tokens, predicted_ms, measured_ms, outside)
             warning = self.errors.warning(self._refit_command)
             if warning is not None:
                 logger.warning("Kairos: %s", warning)

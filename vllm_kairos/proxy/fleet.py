@@ -64,6 +64,17 @@ class Node:
         if self._link is not None:
             self.link_ledger = LinkLedger(self._link.bytes_per_s)
 
+    @property
+    def extrapolates(self) -> bool | None:
+        """Whether its decode batch, as last reported, is outside its profile.
+
+        `None` where it has no profile or no report came.
+        """
+        if self._model is None or self.report is None:
+            return None
+        told = self.report
+        return bool(self._model.outside(told.decodes, told.decode_kv_tokens))
+
     def share_models(self, twin: Node) -> None:
         """Take the models of a node with the same profile.
 

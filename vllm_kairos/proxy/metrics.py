@@ -46,10 +46,18 @@ class _NodeGauges:
             "Dispatches to a node that have not finished.",
             labels=["node"],
         )
+        extrapolates = GaugeMetricFamily(
+            "kairos_proxy_profile_extrapolated",
+            "1 while a node's decode batch is outside the ranges its profile has "
+            "seen; absent without a profile or a report.",
+            labels=["node"],
+        )
         for node in self.nodes:
             label = [node.address]
             if node.report is not None:
                 age.add_metric(label, now - node.received_s)
+            if node.extrapolates is not None:
+                extrapolates.add_metric(label, float(node.extrapolates))
             up.add_metric(label, float(node.up))
             open_dispatches.add_metric(label, len(node.ledger))
         queue = GaugeMetricFamily(
@@ -59,7 +67,7 @@ class _NodeGauges:
         )
         for order, count in zip(("in_time", "late"), self.queue(), strict=True):
             queue.add_metric([order], count)
-        yield from (age, up, open_dispatches, queue)
+        yield from (age, up, open_dispatches, extrapolates, queue)
 
 
 class ProxyMetrics:
