@@ -242,8 +242,11 @@ def _report(args: argparse.Namespace) -> int:
     print(report_text(profile, steps))
     source = Path(args.report)
     folder = args.output or source.with_name(f"{source.stem}-report")
-    for path in draw(profile, steps, folder):
+    written, missing = draw(profile, steps, folder)
+    for path in written:
         print(f"wrote {path}")
+    for sentence in missing:
+        print(sentence)
     if args.json:
         print(json.dumps({p: getattr(profile, p).error for p in PHASES}))
     return 0

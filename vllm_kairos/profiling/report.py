@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -15,6 +16,9 @@ from vllm_kairos.files import UserError
 from vllm_kairos.profiling.build import kept_points, kept_regimes, validation_regimes
 from vllm_kairos.profiling.errors import PHASES, Regime, predict
 from vllm_kairos.profiling.steps import Steps
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 #: Chunk sizes of the paper's Figure 1, tokens of the whole step.
 FIGURE_1_CHUNKS = (128, 256, 512, 1024, 2048)
@@ -42,10 +46,7 @@ def report_text(profile: Profile, steps: Steps | None = None) -> str:
     if rows:
         of = "held-out steps" if steps is None else "the steps given"
         lines += ["", f"error by regime ({of})", *_regime_lines(rows)]
-    for key in ("dropped_steps", "notes", "targets"):
-        value = profile.provenance.get(key)
-        if value:
-            lines += ["", f"{key.replace('_', ' ')}: {value}"]
+    lines += _story_lines(profile)
     if profile.kv is not None:
         rate = profile.kv.bytes_per_s
         lines += [
@@ -58,6 +59,36 @@ def report_text(profile: Profile, steps: Steps | None = None) -> str:
             ),
         ]
     return "\n".join(lines)
+
+
+def _story_lines(profile: Profile) -> list[str]:
+    """What the provenance says of dropped steps, of notes and of targets."""
+    lines = []
+    dropped = profile.provenance.get("dropped_steps")
+    if dropped:
+        words = dropped
+        if isinstance(dropped, dict):
+            words = ", ".join(f"{n} {reason}" for reason, n in dropped.items())
+        lines += ["", f"dropped steps: {words}"]
+    notes = profile.provenance.get("notes")
+    if notes:
+        lines += ["", *(f"note: {n}" for n in notes if isinstance(notes, list))]
+    targets = profile.provenance.get("targets")
+    if isinstance(targets, list) and targets:
+        rows = [row if isinstance(row, dict) else {"target": row} for row in targets]
+        lines += ["", *_target_lines(rows)]
+    return lines
+
+
+def _target_lines(rows: Sequence[dict[str, object]]) -> list[str]:
+    """Each target, what the paper has, and what the profile gives."""
+    cells = [("target", "paper", "profile")]
+    cells += [
+        (str(r.get("target", "")), str(r.get("paper", "")), str(r.get("profile", "")))
+        for r in rows
+    ]
+    first, second = (max(len(row[i]) for row in cells) for i in (0, 1))
+    return [f"  {a:<{first}}  {b:<{second}}  {c}".rstrip() for a, b, c in cells]
 
 
 def _predictor_lines(phase: str, part: FittedPredictor) -> list[str]:
@@ -147,7 +178,7 @@ def measured_added_ms(
 
 def draw(
     profile: Profile, steps: Steps | None, folder: str | os.PathLike[str]
-) -> list[Path]:
+) -> tuple[list[Path], list[str]]:
     """Write both figures as PNG.
 
     Args:
@@ -155,24 +186,46 @@ def draw(
         steps: Raw steps, if at hand.
         folder: Where to; made if need be.
 
+    Returns:
+        The files written, and a sentence for each figure that there is
+        nothing to draw in.
+
     Raises:
         UserError: The folder cannot be written to.
     """
     import matplotlib
 
     matplotlib.use("Agg")
+    from matplotlib import pyplot
+
     target = Path(folder)
+    written: list[Path] = []
+    missing: list[str] = []
+    figures = {
+        "predicted-measured.png": scatter_figure(profile, steps),
+        "figure1.png": figure_1(profile, steps),
+    }
     try:
         target.mkdir(parents=True, exist_ok=True)
-        return [
-            _draw_scatter(profile, steps, target / "predicted-measured.png"),
-            _draw_figure_1(profile, steps, target / "figure1.png"),
-        ]
+        for name, figure in figures.items():
+            if figure is None:
+                missing.append(
+                    f"no {name}: the profile carries no held-out steps and none "
+                    "were given (--from-steps)"
+                )
+                continue
+            figure.savefig(target / name, dpi=110)
+            written.append(target / name)
     except OSError as error:
         raise UserError(f"--output {folder}: {error.strerror or error}") from error
+    finally:
+        for figure in figures.values():
+            pyplot.close(figure)
+    return written, missing
 
 
-def _draw_scatter(profile: Profile, steps: Steps | None, path: Path) -> Path:
+def scatter_figure(profile: Profile, steps: Steps | None) -> Figure | None:
+    """Predicted against measured, `None` where there are no steps to show."""
     from matplotlib import pyplot
 
     if steps is None:
@@ -184,6 +237,8 @@ def _draw_scatter(profile: Profile, steps: Steps | None, path: Path) -> Path:
             for phase in PHASES
             for mask in (steps.phase(phase),)
         }
+    if not any(points.values()):
+        return None
     figure, axes = pyplot.subplots(1, 3, figsize=(12, 4), layout="constrained")
     for axis, phase in zip(axes, PHASES, strict=True):
         pairs = points.get(phase, [])
@@ -198,9 +253,7 @@ def _draw_scatter(profile: Profile, steps: Steps | None, path: Path) -> Path:
             axis.set_xscale("log")
             axis.set_yscale("log")
     figure.suptitle(f"{profile.name}: predicted against measured")
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
-    return path
+    return figure
 
 
 def _batches(profile: Profile, steps: Steps | None) -> list[int]:
@@ -218,7 +271,8 @@ def _batches(profile: Profile, steps: Steps | None) -> list[int]:
     return sorted({round(float(v)) for v in np.geomspace(max(low, 1), max(high, 1), 4)})
 
 
-def _draw_figure_1(profile: Profile, steps: Steps | None, path: Path) -> Path:
+def figure_1(profile: Profile, steps: Steps | None) -> Figure:
+    """The paper's Figure 1; what lies outside the ranges profiled is marked."""
     from matplotlib import pyplot
 
     model = profile.step_model()
@@ -233,6 +287,7 @@ def _draw_figure_1(profile: Profile, steps: Steps | None, path: Path) -> Path:
         layout="constrained",
         squeeze=False,
     )
+    dots = beyond = 0
     for axis, decodes in zip(axes[0], batches, strict=True):
         kv = decodes * context
         if steps is not None:
@@ -243,8 +298,23 @@ def _draw_figure_1(profile: Profile, steps: Steps | None, path: Path) -> Path:
             curve = added_ms(model, decodes, kv, chi)
             index = range(1, len(curve) + 1)
             (line,) = axis.plot(index, curve, label=f"χ {chi}")
+            outside = [
+                i
+                for i in range(len(curve))
+                if model.outside(decodes, kv, chi - decodes, i * (chi - decodes))
+            ]
+            if outside:
+                beyond += len(outside)
+                axis.plot(
+                    [i + 1 for i in outside],
+                    [curve[i] for i in outside],
+                    "x",
+                    markersize=5,
+                    color=line.get_color(),
+                )
             if steps is not None:
                 seen = measured_added_ms(model, steps, decodes, chi)
+                dots += len(seen)
                 axis.plot(
                     [i + 1 for i, _ in seen],
                     [ms for _, ms in seen],
@@ -256,8 +326,12 @@ def _draw_figure_1(profile: Profile, steps: Steps | None, path: Path) -> Path:
         axis.set_xlabel("chunk index")
         axis.set_ylabel("added to the step, ms")
         axis.legend(fontsize=7, loc="upper left")
-    drawn = "lines predicted, dots measured" if steps is not None else "predicted"
-    figure.suptitle(f"{profile.name}: step latency added by a chunk ({drawn})")
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
-    return path
+    drawn = ["lines predicted"]
+    if steps is not None:
+        drawn.append("dots measured" if dots else "no step measured at these sizes")
+    if beyond:
+        drawn.append("× outside the ranges profiled")
+    figure.suptitle(
+        f"{profile.name}: step latency added by a chunk ({', '.join(drawn)})"
+    )
+    return figure
