@@ -21,6 +21,7 @@ from vllm_kairos.profiling.report import (
     scatter_figure,
 )
 from vllm_kairos.profiling.steps import concatenate, steps_of
+from vllm_kairos.sim.paper_numbers import TABLE_3
 
 CALIBRATED = Path(__file__).parents[2] / "profiles" / "a100-deepseek-v2-lite.json"
 
@@ -143,3 +144,22 @@ def test_the_hidden_and_the_stray_are_printed_by_the_fit(tmp_path, capsys):
     words = ["profile", "--from-steps", str(log), "--output", str(tmp_path / "p.json")]
     assert main(words) == 0
     assert "dropped  7 empty, 0 hidden, 2 stray" in capsys.readouterr().out
+
+
+def test_the_calibrated_profile_says_where_it_misses_table_3_and_figure_1():
+    profile = load_profile(CALIBRATED)
+    targets = {row["target"]: row for row in profile.provenance["targets"]}
+    table_3 = next(row for name, row in targets.items() if "Table 3" in name)
+    assert table_3["paper"] == ", ".join(f"{TABLE_3[n][1]:.0f}" for n in TABLE_3)
+    assert "below" in table_3["profile"]
+    model = profile.step_model()
+    fifth = [
+        added_ms(model, decodes, decodes * context, 2048)[4]
+        for decodes in (4, 8, 16, 32)
+        for context in (842, 998, 3569, 13_968, 14_013)
+    ]
+    told = next(row for name, row in targets.items() if "fifth chunk" in name)
+    low, high = min(fifth), max(fifth)
+    assert told["profile"].startswith(f"{low:.0f} to {np.ceil(high):.0f} at B 4 to 32")
+    assert high < 250.0
+    assert "250" in told["paper"]
