@@ -9,10 +9,14 @@ import numpy as np
 import pytest
 
 from tests.profiling.stub_engine import StubEngine
-from tests.profiling.synthetic import TRUTH
+from tests.profiling.synthetic import COLUMNS, TRUTH, step_rows, synthetic_steps
+from vllm_kairos.cli import main
 from vllm_kairos.files import UserError, load_profile
-from vllm_kairos.profiling import collect
+from vllm_kairos.profiling import collect, plan
+from vllm_kairos.profiling.build import build_profile
+from vllm_kairos.profiling.client import Served
 from vllm_kairos.profiling.collect import Target, profile_engine
+from vllm_kairos.profiling.fit import fit_steps
 from vllm_kairos.profiling.session import LogTail, Session
 from vllm_kairos.profiling.steps import read_steps
 
@@ -197,3 +201,89 @@ def test_the_tail_gives_each_row_once_and_only_when_it_is_whole(tmp_path):
         file.write("5\n")
     assert [row["latency_ms"] for row in tail.new_rows()] == ["5.5"]
     assert tail.new_rows() == []
+
+
+def _served() -> Served:
+    return Served("stub", "/nowhere/stub", 4096, "0.18.1", 65_536, 16)
+
+
+def test_what_is_held_out_is_tested_on_and_not_fitted(tmp_path):
+    fitted = synthetic_steps(900, noise=0.02)
+    held_out = synthetic_steps(300, noise=0.02, seed=2)
+    held_out.latency_ms[:] *= 2.0
+    session = Session(tmp_path / "p.json", {})
+    for segment, steps, first in (
+        ("grid", fitted, 0),
+        ("held-out-0.8", held_out, 1000),
+    ):
+        rows = [
+            dict(zip(COLUMNS.split(","), row.split(","), strict=True))
+            for row in step_rows(steps)
+        ]
+        for number, row in enumerate(rows, start=first):
+            row["step"] = str(number)
+        session.finish_cell(segment, segment, rows, 1.0)
+    target = Target("http://u", "log.csv", tmp_path / "p.json", 60.0, hardware="h")
+    profile = collect._finish(target, _served(), None, session, None, "")
+    for phase in ("prefill", "decode", "mixed"):
+        assert getattr(profile, phase).steps == int(fitted.phase(phase).sum())
+        error = profile.provenance["held_out_trace"][phase]
+        assert error["count"] == int(held_out.phase(phase).sum())
+        assert error["bias_percent"] == pytest.approx(-50.0, abs=1.5)
+
+
+async def test_replays_have_several_rates_and_the_lengths_of_the_trace(tmp_path):
+    lengths = [(100, 7), (200, 9)]
+    (tmp_path / "log.csv").write_text(COLUMNS + "\n")
+    target = Target(
+        "http://u", tmp_path / "log.csv", tmp_path / "p.json", 60.0, lengths=lengths
+    )
+    session = Session(target.output, {})
+    run = collect._Run(target, None, plan.Bounds(4096, 65_536, 32), session)
+    cells = []
+
+    async def keep(name, segment, work):
+        cells.append((segment, work.args[1], work.args[2]))
+
+    run._cell = keep
+    await run._replay(1, 1.0, last=True)
+    rates: dict[str, float] = {}
+    for segment, requests, duration_s in cells:
+        assert {(r.prompt_tokens, r.output_tokens) for r in requests} <= set(lengths)
+        load = segment.rpartition("-")[2]
+        rates[load] = rates.get(load, 0.0) + len(requests) / duration_s
+    kinds = {segment.rpartition("-")[0] for segment, *_ in cells}
+    assert kinds == {"replay", "held-out"}
+    assert set(rates) == {f"{load:g}" for load in plan.LOADS}
+    ordered = [rates[f"{load:g}"] for load in sorted(plan.LOADS)]
+    assert len(ordered) > 1
+    assert ordered[-1] > 1.5 * ordered[0]
+
+
+@pytest.mark.parametrize(
+    ("words", "budget_s"), [([], 1800.0), (["--budget", "90s"], 90.0)]
+)
+def test_the_command_measures_for_half_an_hour_with_the_lengths_of_the_trace(
+    tmp_path, monkeypatch, capsys, words, budget_s
+):
+    trace = tmp_path / "t.csv"
+    trace.write_text("ContextTokens,GeneratedTokens\n100,7\n200,9\n")
+    targets = []
+
+    async def measured(target):
+        targets.append(target)
+        return build_profile(
+            fit_steps(synthetic_steps(300)),
+            name="t",
+            model="m",
+            hardware="h",
+            engine_version="v",
+        )
+
+    monkeypatch.setattr(collect, "profile_engine", measured)
+    command = ["profile", "--url", "http://u", "--step-log", "log.csv"]
+    command += ["--output", str(tmp_path / "p.json"), "--trace", str(trace), *words]
+    assert main(command) == 0
+    assert targets[0].budget_s == budget_s
+    assert list(targets[0].lengths) == [(100, 7), (200, 9)]
+    assert "MAPE" in capsys.readouterr().out

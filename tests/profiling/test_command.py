@@ -97,6 +97,21 @@ def test_steps_of_two_engines_fitted_together_are_warned_of(tmp_path, capsys):
         assert "steps of one engine and configuration are expected" in line
 
 
+def test_hidden_steps_count_in_all_rows_only(fitted, tmp_path, capsys):
+    profile, _ = fitted
+    steps = synthetic_steps(seed=2)
+    rows = np.flatnonzero(steps.is_mixed & (steps.prefill_tokens > 500))[:4]
+    steps.latency_ms[rows] = 9.0
+    log = write_steps(tmp_path / "h.csv", steps)
+    words = ["profile", "--validate", str(profile), "--from-steps", str(log), "--json"]
+    assert main(words) == 0
+    told = _last_json(capsys)
+    assert told["dropped"] == {"empty": 0, "hidden": 4}
+    assert told["mixed"]["count"] == int(steps.is_mixed.sum()) - 4
+    assert told["all_rows"]["mixed"]["count"] == int(steps.is_mixed.sum())
+    assert told["all_rows"]["mixed"]["mape_percent"] > told["mixed"]["mape_percent"]
+
+
 def test_a_phase_without_steps_is_counted_as_none(fitted, tmp_path, capsys):
     profile, _ = fitted
     steps = synthetic_steps()

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -26,6 +27,27 @@ async def test_an_engine_that_dies_at_once_is_told_in_one_line(tmp_path, monkeyp
         async with serve.serving("m", [], tmp_path / "steps.csv", log):
             pytest.fail("an engine that is dead was yielded")
     assert "\n" not in str(caught.value)
+
+
+async def test_arguments_after_the_dashes_reach_the_engine(tmp_path, monkeypatch):
+    fake = tmp_path / "python"
+    words = tmp_path / "words"
+    fake.write_text(
+        f'#!/bin/sh\nprintf "%s\\n" "$@" > {words}.new\nmv {words}.new {words}\n'
+        "exec sleep 600\n"
+    )
+    fake.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(fake))
+    monkeypatch.setattr(serve, "_STOP_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(serve, "_healthy", lambda _: words.exists())
+    extra = ["--dtype", "half", "--max-model-len=2048"]
+    log = tmp_path / "s.csv"
+    async with serve.serving("some/model", extra, log, tmp_path / "log") as started:
+        told = words.read_text().splitlines()
+    assert told[told.index("serve") + 1] == "some/model"
+    assert told[-3:] == extra
+    settings = json.loads(told[told.index("--additional-config") + 1])["kairos"]
+    assert settings["step_log"] == str(started.step_log) == str(log)
 
 
 async def test_an_engine_and_its_workers_are_stopped_when_the_block_fails(

@@ -51,6 +51,12 @@ def test_carriage_returns_of_a_csv_writer_are_read(tmp_path):
     assert len(read_steps([path])) == 1
 
 
+def test_a_byte_order_mark_is_read_over(tmp_path):
+    path = tmp_path / "steps.csv"
+    path.write_bytes(b"\xef\xbb\xbf" + f"{SIX}\n0,0,0,1,64,7.5\n".encode())
+    assert len(read_steps([path])) == 1
+
+
 GOOD = "e,1,10.0,0,0,0,2,200,12.5"
 
 
