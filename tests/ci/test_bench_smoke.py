@@ -18,6 +18,7 @@ BENCHMARKS = sorted((CHECKOUT / "ci" / "bench").glob("[!_]*.py"))
 QUICK = {
     "profile_accuracy.py": ["--json", "--budget", "20s", "--engines", "1"],
     "predict.py": ["--json", "--repeats", "2"],
+    "recorder.py": ["--json", "--repeats", "2"],
     "proxy_throughput.py": ["--rounds", "1", "--seconds", "0.5"],
     "scheduler_overhead.py": ["--json", "--turns", "8"],
 }
