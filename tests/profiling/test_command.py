@@ -188,6 +188,19 @@ def test_a_provenance_changed_by_hand_is_named(fitted, tmp_path, capsys, name, v
     assert told.count("\n") == 1
 
 
+def test_junk_beside_a_profile_does_not_hide_its_report(fitted, tmp_path, capsys):
+    path = tmp_path / "p.json"
+    path.write_bytes(fitted[0].read_bytes())
+    (tmp_path / "p.steps.csv").write_text("junk\n")
+    words = ["profile", "--report", str(path), "--output", str(tmp_path / "r")]
+    assert main(words) == 0
+    told = capsys.readouterr()
+    assert "p.steps.csv: row 1: missing columns" in told.err
+    assert "MAPE" in told.out
+    given = [*words, "--from-steps", str(tmp_path / "p.steps.csv")]
+    assert main(given) == 2
+
+
 def test_figure_1_shows_what_each_chunk_adds(fitted):
     model = load_profile(fitted[0]).step_model()
     curve = added_ms(model, 8, 20_000, 512)
@@ -236,6 +249,19 @@ def test_a_failed_fit_leaves_no_file(tmp_path, capsys):
         (["--model", "m", "--output", "p", "--budget", "5s"], "at least 20s"),
         (["--model", "m", "--output", "p", "--prefill-url", "u"], "needs --url"),
         (["--report", "nowhere.json"], "nowhere.json"),
+        (
+            ["--validate", "p.json", "--from-steps", "a", "--output", "x"],
+            "--output is not used with --validate",
+        ),
+        (["--report", "p.json", "--trace", "t"], "--trace is not used with --report"),
+        (
+            ["--from-steps", "a", "--output", "x", "--prefill-url", "u"],
+            "--prefill-url is not used with --from-steps",
+        ),
+        (
+            ["--model", "m", "--output", "x", "--step-log", "l"],
+            "--step-log is not used with --model",
+        ),
         (
             ["--model", "m", "--output", "p", "--", "--port", "1"],
             "--port after -- is set by the profiler",

@@ -95,6 +95,51 @@ def test_a_bad_row_is_named_with_its_field_and_what_was_expected(
     assert expected in message
 
 
+def test_a_quote_left_open_is_told_with_its_row(tmp_path):
+    path = _file(tmp_path, GOOD, 'e,2,11.0,0,0,0,2,"200,12.5', "e,3,12.0,0,0,0,2,9,1")
+    with pytest.raises(UserError, match=r"steps\.csv: row 3: not CSV"):
+        read_steps([path])
+
+
+def test_seconds_are_not_taken_for_milliseconds(tmp_path):
+    steps = synthetic_steps(50)
+    steps.latency_ms[:] /= 1000.0
+    with pytest.raises(UserError, match=r"median of latency_ms.*are these seconds"):
+        read_steps([write_steps(tmp_path / "s.csv", steps)])
+
+
+COMPOSED = (
+    "kind,prefill_tokens,cached_tokens,decode_batch,decode_context,chi,chunk_index,"
+    "step_ms"
+)
+
+
+def test_a_composed_log_reads_as_steps(tmp_path):
+    path = _file(
+        tmp_path,
+        "decode,0,0,4,842,0,0,15.49",
+        "mixed,124,248,4,842,128,3,37.079",
+        "prefill,512,0,0,0,512,1,40.5",
+        header=COMPOSED,
+    )
+    steps = read_steps([path])
+    assert steps.decodes.tolist() == [4, 4, 0]
+    assert steps.decode_kv_tokens.tolist() == [3368, 3368, 0]
+    assert steps.prefill_tokens.tolist() == [0, 124, 512]
+    assert steps.prefill_kv_tokens.tolist() == [0, 248, 0]
+    assert steps.prefills.tolist() == [0, 1, 1]
+    assert steps.latency_ms.tolist() == [15.49, 37.079, 40.5]
+
+
+def test_a_bad_row_of_a_composed_log_is_named(tmp_path):
+    path = _file(tmp_path, "decode,0,0,4,many,0,0,15.49", header=COMPOSED)
+    with pytest.raises(UserError, match="row 2: sum_decode_kv_tokens is '4 x many'"):
+        read_steps([path])
+    path = _file(tmp_path, "decode,0,0,4,842,0,0", header=COMPOSED)
+    with pytest.raises(UserError, match="row 2: 7 fields, expected 8"):
+        read_steps([path])
+
+
 def test_missing_columns_are_all_named(tmp_path):
     path = _file(tmp_path, "1,2", header="num_decode_requests,latency_ms")
     with pytest.raises(UserError, match=r"sum_prefill_tokens.*sum_decode_kv_tokens"):

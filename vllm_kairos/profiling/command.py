@@ -44,6 +44,8 @@ _UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
 _LEAST_BUDGET_S = 20.0
 #: Largest seed that NumPy's older generators take.
 _LARGEST_SEED = 2**32 - 1
+#: Flags of measuring alone that have no default.
+_MEASURING = ("step_log", "report_address", "prefill_url", "trace")
 #: Files that measuring writes beside the profile.
 _WRITTEN_SUFFIXES = (
     ".steps.csv",
@@ -176,6 +178,7 @@ def parse_budget_s(text: str) -> float:
 def _check_flags(args: argparse.Namespace) -> None:
     if args.report and args.validate:
         raise UserError("--report and --validate given, expected one of them")
+    _check_unheard(args)
     if args.report:
         if args.output:
             check_output_directory(args.output, "--output")
@@ -211,6 +214,24 @@ def _check_flags(args: argparse.Namespace) -> None:
         raise UserError(
             f"--tensor-parallel-size is {args.tensor_parallel_size}, expected >= 1"
         )
+
+
+def _check_unheard(args: argparse.Namespace) -> None:
+    """Refuse a flag that what was asked for does not use."""
+    if args.validate:
+        doing, flags = "--validate", ("output", "model", "url", *_MEASURING)
+    elif args.report:
+        doing, flags = "--report", ("model", "url", *_MEASURING)
+    elif args.from_steps:
+        doing, flags = "--from-steps", _MEASURING
+    elif args.url:
+        return
+    else:
+        doing, flags = "--model", ("step_log", "report_address")
+    for name in flags:
+        if getattr(args, name):
+            flag = name.replace("_", "-")
+            raise UserError(f"--{flag} is not used with {doing}, expected it left out")
 
 
 def _check_inputs_kept(args: argparse.Namespace) -> None:
@@ -257,7 +278,13 @@ def _report_steps(args: argparse.Namespace, profile: Profile) -> Steps | None:
     if args.from_steps:
         return read_steps(args.from_steps, args.engine)
     beside = raw_steps_path(args.report)
-    return read_steps([beside]) if beside.exists() else None
+    if not beside.exists():
+        return None
+    try:
+        return read_steps([beside])
+    except UserError as error:
+        print(f"note: {error}; reported without it", file=sys.stderr)
+        return None
 
 
 def raw_steps_path(profile_path: str) -> Path:

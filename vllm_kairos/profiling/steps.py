@@ -41,6 +41,18 @@ _STEP_COLUMNS = ("step", "counter_id", "time_s", "dp_rank")
 _MOST_EQUAL_SHARE = 0.05
 _FEWEST_EQUAL_ROWS = 10
 
+#: Columns of a log composed of single measurements.
+_COMPOSED_COLUMNS = (
+    "prefill_tokens",
+    "cached_tokens",
+    "decode_batch",
+    "decode_context",
+    "step_ms",
+)
+
+#: Half of an engine's steps are never shorter than this.
+_LEAST_MEDIAN_MS, _FEWEST_FOR_UNIT = 0.1, 20
+
 #: A step longer than this is a stopped process or a wrong unit, one shorter
 #: than this is no step.
 _LONGEST_STEP_MS, _SHORTEST_STEP_MS = 3.6e6, 1e-4
@@ -199,10 +211,7 @@ def _parse(
 ) -> Steps:
     if not text.strip():
         raise UserError(f"steps {name}: the file is empty, expected a header row")
-    try:
-        rows = list(csv.reader(io.StringIO(text), strict=True))
-    except csv.Error as error:
-        raise UserError(f"steps {name}: not a CSV file: {error}") from error
+    rows = _composed(_rows(text, name), name)
     header = [cell.strip() for cell in rows[0]]
     missing = [column for column in COLUMNS if column not in header]
     if missing:
@@ -280,7 +289,54 @@ def _parse(
             f"steps {name}: {equal} of {len(table)} rows repeat an earlier row, "
             "expected every step once"
         )
-    return steps_of(table)
+    steps = steps_of(table)
+    median = float(np.median(steps.latency_ms))
+    if len(steps) >= _FEWEST_FOR_UNIT and median < _LEAST_MEDIAN_MS:
+        raise UserError(
+            f"steps {name}: the median of latency_ms is {median:g}, expected "
+            "milliseconds: are these seconds?"
+        )
+    return steps
+
+
+def _rows(text: str, name: str) -> list[list[str]]:
+    rows = []
+    try:
+        for row in csv.reader(io.StringIO(text), strict=True):
+            rows.append(row)
+    except csv.Error as error:
+        raise UserError(
+            f"steps {name}: row {len(rows) + 1}: not CSV: {error}"
+        ) from error
+    return rows
+
+
+def _composed(rows: list[list[str]], name: str) -> list[list[str]]:
+    """Rows of one prefill beside equal decodes, in the columns of the others.
+
+    Such a log has the context of one decode and no count of prefills.
+    """
+    header = [cell.strip() for cell in rows[0]]
+    if not set(_COMPOSED_COLUMNS) <= set(header):
+        return rows
+    at = [header.index(column) for column in _COMPOSED_COLUMNS]
+    translated = [list(COLUMNS)]
+    for number, row in enumerate(rows[1:], start=2):
+        if not row:
+            translated.append(row)
+            continue
+        if len(row) != len(header):
+            raise UserError(
+                f"steps {name}: row {number}: {len(row)} fields, expected {len(header)}"
+            )
+        chunk, prefix, batch, context, ms = (row[i] for i in at)
+        prefills = "0" if chunk.strip() == "0" else "1"
+        try:
+            kv = str(int(batch) * int(context))
+        except ValueError:
+            kv = f"{batch} x {context}"
+        translated.append([chunk, prefills, prefix, batch, kv, ms])
+    return translated
 
 
 def _check_last_row(rows: list[list[str]], name: str) -> None:
