@@ -9,7 +9,7 @@ import pytest
 from tests.profiling.synthetic import synthetic_steps, write_steps
 from vllm_kairos.cli import main
 from vllm_kairos.files import UserError, load_profile
-from vllm_kairos.profiling.command import parse_budget_s
+from vllm_kairos.profiling.flags import parse_budget_s
 from vllm_kairos.profiling.report import added_ms, measured_added_ms
 from vllm_kairos.profiling.steps import read_steps, steps_of
 

@@ -21,38 +21,18 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import re
 import sys
 from pathlib import Path
 from typing import Any
 
 from vllm_kairos.core.profile import Profile
-from vllm_kairos.files import (
-    UserError,
-    check_output_directory,
-    check_output_file,
-    load_profile,
-    save_profile,
-)
+from vllm_kairos.files import UserError, load_profile, save_profile
 from vllm_kairos.profiling.build import build_profile, validate
 from vllm_kairos.profiling.errors import PHASES, warning
 from vllm_kairos.profiling.fit import fit_steps
+from vllm_kairos.profiling.flags import check_flags, parse_budget_s
 from vllm_kairos.profiling.report import draw, report_text
 from vllm_kairos.profiling.steps import Steps, read_steps
-
-_UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
-_LEAST_BUDGET_S = 20.0
-#: Largest seed that NumPy's older generators take.
-_LARGEST_SEED = 2**32 - 1
-#: Flags of measuring alone that have no default.
-_MEASURING = ("step_log", "report_address", "prefill_url", "trace")
-#: Files that measuring writes beside the profile.
-_WRITTEN_SUFFIXES = (
-    ".steps.csv",
-    ".progress.json",
-    ".engine-steps.csv",
-    ".engine.log",
-)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -149,7 +129,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run `vllm-kairos profile`."""
-    _check_flags(args)
+    check_flags(args)
     if args.report:
         return _report(args)
     if args.validate:
@@ -157,104 +137,6 @@ def run(args: argparse.Namespace) -> int:
     if args.from_steps:
         return _fit(args)
     return _collect(args)
-
-
-def parse_budget_s(text: str) -> float:
-    """Seconds of ``90``, ``60s``, ``30m`` or ``1h``.
-
-    Raises:
-        UserError: It is none of these or under the least useful budget.
-    """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", text.strip())
-    seconds = float(match[1]) * _UNITS[match[2]] if match else 0.0
-    if seconds < _LEAST_BUDGET_S:
-        raise UserError(
-            f"--budget is {text!r}, expected a time of at least "
-            f"{_LEAST_BUDGET_S:.0f}s such as 60s, 30m or 1h"
-        )
-    return seconds
-
-
-def _check_flags(args: argparse.Namespace) -> None:
-    if args.report and args.validate:
-        raise UserError("--report and --validate given, expected one of them")
-    _check_unheard(args)
-    if args.report:
-        if args.output:
-            check_output_directory(args.output, "--output")
-        return
-    if args.validate:
-        if not args.from_steps:
-            raise UserError("--validate needs --from-steps with steps to test on")
-        return
-    if args.url and args.from_steps:
-        raise UserError("--url and --from-steps given, expected one of them")
-    if not (args.url or args.from_steps or args.model):
-        raise UserError(
-            "nothing to do, expected --model, --url, --from-steps, --validate or "
-            "--report"
-        )
-    if not args.output:
-        raise UserError("--output is missing, expected the profile to write")
-    check_output_file(args.output, "--output")
-    _check_inputs_kept(args)
-    if not 0 <= args.seed <= _LARGEST_SEED:
-        raise UserError(f"--seed is {args.seed}, expected 0 to {_LARGEST_SEED}")
-    if args.url and not args.step_log:
-        raise UserError(
-            "--url needs --step-log, the file the engine was told to log steps to "
-            '(--additional-config \'{"kairos": {"step_log": "FILE"}}\')'
-        )
-    if args.prefill_url and not args.url:
-        raise UserError("--prefill-url needs --url, the engine that fetches the KV")
-    if args.serve_args and (args.url or args.from_steps):
-        raise UserError("arguments after -- are for vllm serve, expected --model only")
-    parse_budget_s(args.budget)
-    if args.tensor_parallel_size < 1:
-        raise UserError(
-            f"--tensor-parallel-size is {args.tensor_parallel_size}, expected >= 1"
-        )
-
-
-def _check_unheard(args: argparse.Namespace) -> None:
-    """Refuse a flag that what was asked for does not use."""
-    if args.validate:
-        doing, flags = "--validate", ("output", "model", "url", *_MEASURING)
-    elif args.report:
-        doing, flags = "--report", ("model", "url", *_MEASURING)
-    elif args.from_steps:
-        doing, flags = "--from-steps", _MEASURING
-    elif args.url:
-        return
-    else:
-        doing, flags = "--model", ("step_log", "report_address")
-    for name in flags:
-        if getattr(args, name):
-            flag = name.replace("_", "-")
-            raise UserError(f"--{flag} is not used with {doing}, expected it left out")
-
-
-def _check_inputs_kept(args: argparse.Namespace) -> None:
-    """Refuse to write over what is to be read."""
-    output = Path(args.output)
-    written = [output]
-    if not args.from_steps:
-        written += [output.with_suffix(suffix) for suffix in _WRITTEN_SUFFIXES]
-    files = [("--from-steps", path) for path in args.from_steps or ()]
-    files += [("--step-log", args.step_log), ("--trace", args.trace)]
-    for flag, path in files:
-        for target in written:
-            if path and _same_file(Path(path), target):
-                raise UserError(
-                    f"{flag} {path}: would be written over (--output {output}), "
-                    "expected another file"
-                )
-
-
-def _same_file(a: Path, b: Path) -> bool:
-    if a.exists() and b.exists():
-        return a.samefile(b)
-    return a.resolve() == b.resolve()
 
 
 def _report(args: argparse.Namespace) -> int:

@@ -71,8 +71,8 @@ def _story_lines(profile: Profile) -> list[str]:
             words = ", ".join(f"{n} {reason}" for reason, n in dropped.items())
         lines += ["", f"dropped steps: {words}"]
     notes = profile.provenance.get("notes")
-    if notes:
-        lines += ["", *(f"note: {n}" for n in notes if isinstance(notes, list))]
+    if isinstance(notes, list) and notes:
+        lines += ["", *(f"note: {note}" for note in notes)]
     targets = profile.provenance.get("targets")
     if isinstance(targets, list) and targets:
         rows = [row if isinstance(row, dict) else {"target": row} for row in targets]
@@ -239,6 +239,7 @@ def scatter_figure(profile: Profile, steps: Steps | None) -> Figure | None:
         }
     if not any(points.values()):
         return None
+    figure: Figure
     figure, axes = pyplot.subplots(1, 3, figsize=(12, 4), layout="constrained")
     for axis, phase in zip(axes, PHASES, strict=True):
         pairs = points.get(phase, [])
@@ -280,6 +281,7 @@ def figure_1(profile: Profile, steps: Steps | None) -> Figure:
     low_b, high_b = profile.decode.ranges.get("B", (1.0, 1.0))
     low_k, high_k = profile.decode.ranges.get("K", (1000.0, 1000.0))
     context = (low_k + high_k) / max(low_b + high_b, 1.0)
+    figure: Figure
     figure, axes = pyplot.subplots(
         1,
         len(batches),
