@@ -249,29 +249,64 @@ class _Assignment:
         if min(self.drain.values()) > lead and not decodes_ready:
             return []
         queue = self._ordered()
-        while queue:
-            name = self._next_prefill()
-            if self.drain[name] > lead:
-                break
-            self._send_first(queue, name)
+        self._supply(queue)
         for name in decodes_ready:
             while queue and self._offer(queue, name):
                 pass
         taken = {request.request_id for request, _ in self.routed}
         if taken:
-            self.policy.queue.take(taken, _WINDOW)
+            self.policy.queue.take(taken)
         return self.routed
 
-    def _next_prefill(self) -> str:
-        """The node that runs dry first, or the next in turn of those that do."""
-        least = min(self.drain, key=self.drain.__getitem__)
-        if self.policy.balance == "least":
-            return least
-        for _ in self.drain:
-            name = self.policy._prefill.pick(list(self.prefill.values())).node
-            if self.drain[name] <= self.policy.lead_ms:
-                return name
-        return least
+    def _work_ms(self, request: Request, node: NodeState) -> float:
+        assert node.model is not None
+        cached = request.cached.get(node.node, 0)
+        return marginal_prefill_ms(
+            node.model, request.prompt_tokens, cached, node.budget_tokens
+        )
+
+    def _typical_ms(self, node: NodeState) -> float:
+        return self._work_ms(Request(_TYPICAL_TOKENS), node)
+
+    def _fastest(self) -> NodeState:
+        return min(self.prefill.values(), key=self._typical_ms)
+
+    def _speeds(self) -> dict[str, float]:
+        """By node: nodes of the fastest kind it is worth."""
+        fastest_ms = self._typical_ms(self._fastest())
+        return {
+            name: fastest_ms / self._typical_ms(node)
+            for name, node in self.prefill.items()
+        }
+
+    def _done_ms(self, request: Request, busy_ms: dict[str, float]) -> dict[str, float]:
+        """By node: time until it is done with the request and its KV has left."""
+        return {
+            name: busy_ms[name]
+            + self._work_ms(request, node)
+            + self.policy._kv_ms(request, node)
+            for name, node in self.prefill.items()
+        }
+
+    def _supply(self, queue: list[Waiting]) -> None:
+        """Each request in turn to the node that is done first, if it is ready.
+
+        If not it waits, and the next ones think of it as sent.
+        """
+        busy_ms = dict(self.drain)
+        for waiting in list(queue):
+            if min(self.drain.values()) > self.policy.lead_ms:
+                return
+            done_ms = self._done_ms(waiting.request, busy_ms)
+            name = min(done_ms, key=done_ms.__getitem__)
+            work_ms = self._work_ms(waiting.request, self.prefill[name])
+            if self.drain[name] > self.policy.lead_ms:
+                busy_ms[name] += work_ms
+                continue
+            queue.remove(waiting)
+            if self._send(waiting.request, name, done_ms[name], alone=not queue):
+                self.drain[name] += work_ms
+                busy_ms[name] += work_ms
 
     def _drain_ms(self, node: NodeState) -> float:
         """Time until a prefill node runs dry."""
@@ -307,32 +342,27 @@ class _Assignment:
 
     def _ordered(self) -> list[Waiting]:
         policy = self.policy
-        window = policy.queue.front(_WINDOW)
-        node = next(iter(self.prefill.values()))
-        assert node.model is not None
+        window = policy.queue.front(_WINDOW, self.fleet.now_ms)
+        fastest = self._fastest()
         for waiting in window:
-            job = waiting.job
-            if job.work_ms == 0.0:
-                request = waiting.request
-                job.work_ms = marginal_prefill_ms(
-                    node.model,
-                    request.prompt_tokens,
-                    request.cached.get(node.node, 0),
-                    node.budget_tokens,
-                )
-                job.deadline_ms -= policy._kv_ms(request, node)
-                if policy.transfer:
-                    job.deadline_ms -= policy.settings.tau_ms
+            job, request = waiting.job, waiting.request
+            job.work_ms = self._work_ms(request, fastest)
+            quiet = replace(fastest, link_backlog_bytes=0.0)
+            job.deadline_ms = waiting.due_ms - policy._kv_ms(request, quiet)
+            if policy.transfer:
+                job.deadline_ms -= policy.settings.tau_ms
         if policy.order == "arrival":
             return sorted(window, key=lambda w: w.job.arrival_ms)
         if policy.order == "deadline":
             return window
+        speeds = self._speeds()
         by_key = {w.job.key: w for w in window}
         jobs = sorted((w.job for w in window), key=lambda j: j.deadline_ms)
         in_time, late = on_time_order(
             jobs,
             self.fleet.now_ms,
-            sum(self.drain.values()) / len(self.drain),
+            sum(speeds[name] * self.drain[name] for name in speeds)
+            / sum(speeds.values()),
             self._speed(),
             policy.oldest_ms,
         )
@@ -340,10 +370,8 @@ class _Assignment:
 
     def _speed(self) -> float:
         """Prefill nodes the fleet is worth, its decode nodes' headroom included."""
-        node = next(iter(self.prefill.values()))
-        assert node.model is not None
-        work = marginal_prefill_ms(node.model, _TYPICAL_TOKENS, 0, node.budget_tokens)
-        speed = float(len(self.prefill))
+        work = self._typical_ms(self._fastest())
+        speed = sum(self._speeds().values())
         for decode in self.fleet.decode:
             if decode.model is None or not decode.fresh:
                 continue
@@ -352,34 +380,32 @@ class _Assignment:
                 speed += work / schedule.total_ms
         return speed
 
-    def _send_first(self, queue: list[Waiting], name: str) -> None:
-        """The first of the queue goes to a prefill node, or where it is faster."""
+    def _send(self, request: Request, name: str, done_ms: float, alone: bool) -> bool:
+        """The request goes to a prefill node, or where it is faster.
+
+        Returns:
+            Whether to the prefill node.
+        """
         policy = self.policy
-        waiting = queue.pop(0)
-        request = waiting.request
         fleet = Fleet((), list(self.decode.values()), self.fleet.now_ms)
         decode = least_loaded_decode(request, fleet)
-        node = self.prefill[name]
-        step = policy._step_with_ms(request, decode)
-        ttft_pf = (
-            self.drain[name] + waiting.job.work_ms + policy._kv_ms(request, node) + step
-        )
-        if not queue:
+        ttft_pf = done_ms + policy._step_with_ms(request, decode)
+        if alone:
             # Nobody else waits: the least TTFT of all nodes.
             margin = min(policy.settings.alpha, 1.0)
             most = min(margin * ttft_pf, policy.settings.ttft_slo_ms)
             found = policy._deflection(request, self.decode.values(), None)
             if found is not None and found.ttft_ms <= most and found.ttft_ms < ttft_pf:
                 self._deflect(request, found, ttft_pf)
-                return
-        route = Route(node.node, decode.node, (), Estimates(ttft_pf), "prefill")
+                return False
+        route = Route(name, decode.node, (), Estimates(ttft_pf), "prefill")
         self._routed(request, route)
-        self.drain[name] += waiting.job.work_ms
         self.decode[decode.node] = replace(
             decode,
             expected=decode.expected + 1,
             expected_kv_tokens=decode.expected_kv_tokens + request.prompt_tokens,
         )
+        return True
 
     def _offer(self, queue: list[Waiting], name: str) -> bool:
         """Give a decode node the request it gains most on, if there is one."""
@@ -388,19 +414,16 @@ class _Assignment:
         queued = policy._queued_ms(node)
         if queued is None or queued > policy.lead_ms:
             return False
-        least_drain = min(self.drain.values())
         ahead = 0.0
         now = self.fleet.now_ms
-        prefill = next(iter(self.prefill.values()))
+        speed = sum(self._speeds().values())
         best: tuple[float, int, Deflection, float] | None = None
         for place, waiting in enumerate(queue[:_OFFERED]):
             request = waiting.request
             work = waiting.job.work_ms
             ttft_pf = (
-                least_drain
-                + ahead / len(self.prefill)
-                + work
-                + policy._kv_ms(request, prefill)
+                min(self._done_ms(request, self.drain).values())
+                + ahead / speed
                 + policy._step_with_ms(request, node)
             )
             ahead += work

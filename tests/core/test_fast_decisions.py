@@ -175,6 +175,7 @@ def random_fleet(rng: random.Random, prefill: int, decode: int) -> Fleet:
             rng.choice([A100, A100, FASTER]),
             prefills=works,
             link=LINK,
+            link_backlog_bytes=rng.choice([0.0, 3e8]),
             step_in_flight_ms=rng.choice([0.0, 40.0]),
             worked_off_ms=rng.choice([0.0, 30.0]),
         )

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from tests.core.test_fast_decisions import A100, random_fleet
+from tests.core.test_fast_decisions import A100, LINK, random_fleet
 from vllm_kairos.core.fleet import Fleet, NodeState, PrefillWork, Request
 from vllm_kairos.core.policies.kairos import Kairos
 from vllm_kairos.core.route import Route
@@ -119,3 +119,98 @@ def test_the_age_at_which_a_request_is_sent_regardless_is_the_policys_own() -> N
     slo = Settings(ttft_slo_ms=1000.0)
     assert Kairos(slo).oldest_ms == 8000.0
     assert Kairos(slo, oldest_slos=3).oldest_ms == 3000.0
+
+
+#: A prefill node a fourth as fast as an A100.
+SLOW = StepModel(
+    Predictor({name: 4 * value for name, value in A100.prefill.terms.items()}),
+    A100.decode,
+    A100.mixed,
+)
+#: A decode node nothing can be deflected to.
+FULL = NodeState("d", A100, free_kv_tokens=10)
+
+
+@pytest.mark.parametrize("names", [("slow", "fast"), ("fast", "slow")])
+@pytest.mark.parametrize("work_tokens", [0, 500, 2000])
+def test_a_request_goes_to_the_node_that_is_done_first_not_to_the_idle_one(
+    names: tuple[str, str], work_tokens: int
+) -> None:
+    works = [PrefillWork(work_tokens)] if work_tokens else []
+    pool = {
+        "slow": NodeState("slow", SLOW, link=LINK),
+        "fast": NodeState("fast", A100, link=LINK, prefills=works),
+    }
+    fleet = Fleet([pool[name] for name in names], [FULL])
+    (late,) = look(Kairos(Settings()), fleet, Request(8000, "r"))
+    eager = Kairos(Settings(), dispatch="eager").route(Request(8000, "r"), fleet)
+    assert late.prefill == eager.prefill == "fast"
+    assert late.estimates.ttft_prefill_ms == pytest.approx(
+        eager.estimates.ttft_prefill_ms, rel=0.06
+    )
+
+
+def test_what_is_sent_to_a_slow_node_is_predicted_at_its_speed() -> None:
+    fleet = Fleet([NodeState("slow", SLOW)], [FULL])
+    (route,) = look(Kairos(Settings()), fleet, Request(8000, "r"))
+    expected = Kairos(Settings(), dispatch="eager").route(Request(8000, "r"), fleet)
+    assert route.estimates.ttft_prefill_ms == pytest.approx(
+        expected.estimates.ttft_prefill_ms, rel=0.01
+    )
+
+
+def test_a_request_waits_for_a_busy_fast_node_and_a_slow_one_gets_what_is_behind() -> (
+    None
+):
+    busy = [PrefillWork(8000)]
+    fleet = Fleet(
+        [NodeState("slow", SLOW), NodeState("fast", A100, prefills=busy)], [FULL]
+    )
+    policy = Kairos(Settings())
+    assert look(policy, fleet, Request(8000, "first")) == []
+    # Behind the first, the slow node is done with a second no later.
+    (route,) = look(policy, fleet, Request(2000, "second"))
+    assert route.prefill == "slow" and policy.waiting == 1
+    fleet = Fleet([fleet.prefill[0], NodeState("fast", A100)], [FULL])
+    ((request, route),) = policy.assign(fleet)
+    assert (request.request_id, route.prefill) == ("first", "fast")
+
+
+@pytest.mark.parametrize("dispatch", ["late", "eager"])
+@pytest.mark.parametrize("ttft", ["exact", "paper"])
+def test_the_links_backlog_is_part_of_the_predicted_ttft_and_of_the_choice(
+    dispatch: str, ttft: str
+) -> None:
+    def routed(*backlog_bytes: float) -> Route:
+        prefill = [
+            NodeState(f"p{i}", A100, link=LINK, link_backlog_bytes=size)
+            for i, size in enumerate(backlog_bytes)
+        ]
+        policy = Kairos(Settings(), dispatch=dispatch, ttft=ttft)
+        fleet = Fleet(prefill, [FULL])
+        request = Request(2000, "r")
+        if dispatch == "eager":
+            return policy.route(request, fleet)
+        (route,) = look(policy, fleet, request)
+        return route
+
+    free, taken = routed(0.0), routed(600e6)
+    assert free.estimates.ttft_prefill_ms is not None
+    assert taken.estimates.ttft_prefill_ms == pytest.approx(
+        free.estimates.ttft_prefill_ms + 1e3 * 600e6 / LINK.bytes_per_s
+    )
+    assert routed(600e6, 0.0).prefill == "p1"
+    assert routed(0.0, 600e6).prefill == "p0"
+
+
+def test_work_is_counted_anew_when_the_fastest_node_has_gone() -> None:
+    busy = [PrefillWork(60_000)]
+    policy = Kairos(Settings())
+    fast = NodeState("fast", A100, prefills=busy)
+    slow = NodeState("slow", SLOW, prefills=busy)
+    ready = NodeState("d", A100, decodes=4, free_kv_tokens=1000)
+    assert look(policy, Fleet([fast, slow], [ready]), Request(2000, "r")) == []
+    (waiting,) = policy.queue.front(1, 0.0)
+    before = waiting.job.work_ms
+    assert policy.assign(Fleet([slow], [ready])) == []
+    assert waiting.job.work_ms == pytest.approx(4 * before)

@@ -10,7 +10,13 @@ from vllm_kairos.core.fleet import Fleet, NodeState, PrefillWork, Request
 from vllm_kairos.core.late_queue import Waiting
 from vllm_kairos.core.node_views import NodeView, fastest
 from vllm_kairos.core.on_time import on_time_order
-from vllm_kairos.core.prefill import marginal_prefill_ms, queue_wait_paper_ms
+from vllm_kairos.core.prefill import queue_wait_paper_ms
+from vllm_kairos.core.prefill_pool import (
+    LEAST_WORK_MS,
+    TYPICAL_TOKENS,
+    Place,
+    PrefillPool,
+)
 from vllm_kairos.core.route import Estimates, Route
 from vllm_kairos.core.schedule import Schedule
 
@@ -24,10 +30,6 @@ _OFFERED = 48
 #: Decode nodes that may find nothing among those before the rest, which are
 #: no better off, are not asked: they are at the next look.
 _MOST_IN_VAIN = 32
-#: Prompt by which the speed of a decode node is told.
-_TYPICAL_TOKENS = 2048
-#: A model may predict that a prompt takes no time.
-_LEAST_WORK_MS = 1e-9
 
 
 @dataclass(slots=True)
@@ -37,7 +39,7 @@ class _Offer:
     Attributes:
         place: Where it stands in the queue.
         request: The request.
-        work_ms: Time of a prefill node it takes.
+        work_ms: Time of the fastest prefill node it takes.
         elsewhere_ms: TTFT if it waits for a prefill node, but for the decode
             step.
         left_ms: Time left to its deadline.
@@ -63,10 +65,11 @@ class Assignment:
         self._policy = policy
         self._now_ms = fleet.now_ms
         self._views = policy.views
-        self._prefill = {n.node: n for n in known}
         self._decode = {n.node: n for n in fleet.decode}
-        self._drain = {n.node: self._drain_ms(n) for n in known}
+        self._pool = PrefillPool(known, policy.prefill_kinds, self._drain_ms)
         self._offers: list[_Offer] | None = None
+        #: By request: time until the prefill nodes, supplied, could have it done.
+        self._soonest_ms: dict[str, float] = {}
         self._routed: list[tuple[Request, Route]] = []
 
     def run(self, most: int | None = None) -> list[tuple[Request, Route]]:
@@ -76,20 +79,13 @@ class Assignment:
             most: No more than so many.
         """
         most = _WINDOW if most is None else most
-        lead = self._policy.lead_ms
-        drain = self._drain
         decodes_ready = self._ready_decodes()
-        if not decodes_ready and min(drain.values()) > lead:
+        if not decodes_ready and not self._some_prefill_ready():
             return []
         queue = self._ordered()
-        among = len(queue)
-        routed = self._routed
-        while queue and len(routed) < most:
-            name = self._next_prefill()
-            if drain[name] > lead:
-                break
-            self._send_first(queue, name)
+        self._supply(queue, most)
         self._offer_to_holders(queue, decodes_ready, most)
+        routed = self._routed
         in_vain = 0
         for name in decodes_ready:
             served = len(routed)
@@ -98,20 +94,13 @@ class Assignment:
             in_vain = 0 if len(routed) > served else in_vain + 1
             if not queue or len(routed) >= most or in_vain == _MOST_IN_VAIN:
                 break
-        if self._routed:
-            ids = (request.request_id for request, _ in self._routed)
-            self._policy.queue.take(ids, among)
-        return self._routed
+        if routed:
+            self._policy.queue.take(request.request_id for request, _ in routed)
+        return routed
 
-    def _next_prefill(self) -> str:
-        """The node that runs dry first, or the next in turn of those that do."""
-        policy = self._policy
-        if policy.balance == "round_robin":
-            for _ in self._drain:
-                name = policy.turns.pick(list(self._prefill.values())).node
-                if self._drain[name] <= policy.lead_ms:
-                    return name
-        return min(self._drain, key=self._drain.__getitem__)
+    def _some_prefill_ready(self) -> bool:
+        """Whether a prefill node is about to run dry."""
+        return min(self._pool.drain_ms.values()) <= self._policy.lead_ms
 
     def _drain_ms(self, node: NodeState) -> float:
         """Time until a prefill node runs dry."""
@@ -145,106 +134,103 @@ class Assignment:
 
     def _ordered(self) -> list[Waiting]:
         policy = self._policy
-        window = policy.queue.front(_WINDOW)
-        node = next(iter(self._prefill.values()))
+        window = policy.queue.front(_WINDOW, self._now_ms)
+        pool = self._pool
+        kind = pool.fastest
         for waiting in window:
-            job = waiting.job
-            if job.work_ms == 0.0:
-                request = waiting.request
-                job.work_ms = self._work_ms(request, node.node)
-                for name in request.cached:
-                    if name in self._prefill:
-                        work = self._work_ms(request, name)
-                        job.work_ms = min(job.work_ms, work)
-                job.deadline_ms -= policy.transfer_ms(request, node)
+            if waiting.fastest is not kind:
+                pool.appraise(waiting)
                 if policy.transfer:
-                    job.deadline_ms -= policy.settings.tau_ms
+                    waiting.job.deadline_ms -= policy.settings.tau_ms
         if policy.order == "arrival":
             return sorted(window, key=lambda w: w.job.arrival_ms)
         if policy.order == "deadline" or len(window) == 1:
             return window
         by_key = {w.job.key: w for w in window}
         jobs = sorted((w.job for w in window), key=lambda j: j.deadline_ms)
-        in_time, late = on_time_order(
+        in_time, aside = on_time_order(
             jobs,
             self._now_ms,
-            sum(self._drain.values()) / len(self._drain),
+            pool.mean_drain_ms,
             self._speed(),
             policy.oldest_ms,
         )
-        ordered = [by_key[job.key] for job in (*in_time, *late)]
-        for place, waiting in enumerate(ordered):
-            waiting.late = place >= len(in_time)
-        return ordered
+        first = [by_key[job.key] for job in in_time]
+        last = [by_key[job.key] for job in aside]
+        for waiting in first:
+            waiting.late = False
+        for waiting in last:
+            waiting.late = True
+            if not waiting.hopeless:
+                job = waiting.job
+                waiting.hopeless = self._now_ms + job.work_ms > job.deadline_ms
+        return first + last
 
     def _speed(self) -> float:
-        """Prefill nodes the fleet is worth, its decode nodes' headroom included."""
-        node = next(iter(self._prefill.values()))
-        assert node.model is not None
-        work = marginal_prefill_ms(node.model, _TYPICAL_TOKENS, 0, node.budget_tokens)
-        speed = float(len(self._prefill))
+        """Nodes of the fastest kind the fleet is worth, decode nodes included.
+
+        Those count with their headroom.
+        """
+        pool = self._pool
+        speed = pool.speed
         for decode in self._decode.values():
             if decode.model is None or not decode.fresh:
                 continue
-            total = self._views.of(decode).typical_ms(_TYPICAL_TOKENS)
+            total = self._views.of(decode).typical_ms(TYPICAL_TOKENS)
             if total is not None:
-                speed += work / max(total, _LEAST_WORK_MS)
-        return max(speed, _LEAST_WORK_MS)
+                speed += pool.fastest.typical_ms / max(total, LEAST_WORK_MS)
+        return max(speed, LEAST_WORK_MS)
 
     # ----------------------------------------------------------------- send
 
-    def _send_first(self, queue: list[Waiting], name: str) -> None:
-        """The first of the queue goes to a prefill node, or where it is faster."""
-        policy = self._policy
-        waiting = queue.pop(0)
-        request = waiting.request
+    def _supply(self, queue: list[Waiting], most: int) -> None:
+        """Prefill nodes about to run dry get what each is first to be done with.
+
+        A request whose node is not ready waits for it, and the next are placed
+        behind it: a slow node gets what it is done with before the fast ones
+        have come to it, and nothing else.
+        """
+        pool, lead = self._pool, self._policy.lead_ms
+        at = 0
+        ready = self._some_prefill_ready()
+        while ready and at < len(queue) and len(self._routed) < most:
+            if self._policy.balance == "round_robin":
+                place = pool.on(self._next_in_turn(), queue[at])
+            else:
+                place = pool.soonest(queue[at])
+            if pool.drain_ms[place.node] > lead:
+                pool.promise(place)
+                at += 1
+                continue
+            self._send(queue.pop(at), place, alone=not queue)
+            ready = self._some_prefill_ready()
+        pool.forget_promises()
+
+    def _next_in_turn(self) -> str:
+        """The next in turn of the nodes that are ready."""
+        nodes = list(self._pool.nodes.values())
+        while True:
+            name = self._policy.turns.pick(nodes).node
+            if self._pool.drain_ms[name] <= self._policy.lead_ms:
+                return name
+
+    def _send(self, waiting: Waiting, place: Place, alone: bool) -> None:
+        """A request goes to its prefill node, or where it is faster."""
+        policy, request = self._policy, waiting.request
         prompt = request.prompt_tokens
         decode = self._views.least_loaded(prompt, self._decode.values())
-        name, work_ms = self._least_ready(waiting, name)
-        node = self._prefill[name]
-        ttft_pf = (
-            self._drain[name]
-            + work_ms
-            + policy.transfer_ms(request, node)
-            + policy.decode_step_ms(prompt, self._views.of(decode))
-        )
-        if self._faster(request, ttft_pf, alone=not queue):
+        step_ms = policy.decode_step_ms(prompt, self._views.of(decode))
+        ttft_pf = place.done_ms + step_ms
+        if self._faster(request, ttft_pf, alone):
             return
-        route = Route(node.node, decode.node, (), Estimates(ttft_pf), "prefill")
+        route = Route(place.node, decode.node, (), Estimates(ttft_pf), "prefill")
         self._routed.append((request, route))
-        self._drain[name] += work_ms
+        self._pool.send(place)
         self._decode[decode.node] = replace(
             decode,
             expected=decode.expected + 1,
             expected_kv_tokens=decode.expected_kv_tokens + prompt,
         )
-
-    def _least_ready(self, waiting: Waiting, name: str) -> tuple[str, float]:
-        """The node that is ready, or one that is sooner done for what it caches.
-
-        Returns:
-            The prefill node, and the time it takes there.
-        """
-        cached = waiting.request.cached
-        if not cached or self._policy.balance == "round_robin":
-            return name, waiting.job.work_ms
-        best, least_ms = name, self._work_ms(waiting.request, name)
-        for other in cached:
-            if other in self._prefill and other != name:
-                work_ms = self._work_ms(waiting.request, other)
-                if self._drain[other] + work_ms < self._drain[best] + least_ms:
-                    best, least_ms = other, work_ms
-        return best, least_ms
-
-    def _work_ms(self, request: Request, name: str) -> float:
-        """Time of a prefill node the prefill takes there."""
-        node = self._prefill[name]
-        assert node.model is not None
-        cached = request.cached.get(name, 0) if request.cached else 0
-        work_ms = marginal_prefill_ms(
-            node.model, request.prompt_tokens, cached, node.budget_tokens
-        )
-        return max(work_ms, _LEAST_WORK_MS)
 
     def _faster(self, request: Request, ttft_pf: float, alone: bool) -> bool:
         """Deflect a request that a decode node serves sooner.
@@ -292,16 +278,18 @@ class Assignment:
     def _offered(self, queue: list[Waiting]) -> list[_Offer]:
         """The front of the queue, as it stands after the last one was sent."""
         if self._offers is None:
-            policy = self._policy
-            least_drain = min(self._drain.values())
-            prefill = next(iter(self._prefill.values()))
-            slo, now, nodes = policy.settings.ttft_slo_ms, self._now_ms, self._prefill
+            policy, pool = self._policy, self._pool
+            slo, now = policy.settings.ttft_slo_ms, self._now_ms
+            known = self._soonest_ms
             ahead = 0.0
             self._offers = []
             for place, waiting in enumerate(queue[:_OFFERED]):
                 request, work = waiting.request, waiting.job.work_ms
-                elsewhere = least_drain + ahead / len(nodes) + work
-                elsewhere += policy.transfer_ms(request, prefill)
+                soonest = known.get(request.request_id)
+                if soonest is None:
+                    soonest = pool.soonest(waiting).done_ms
+                    known[request.request_id] = soonest
+                elsewhere = soonest + ahead / pool.speed
                 left = request.arrival_ms + slo - now
                 self._offers.append(_Offer(place, request, work, elsewhere, left))
                 ahead += work
@@ -374,12 +362,15 @@ class Assignment:
             return None
         best: tuple[_Offer, float, Schedule] | None = None
         best_cost = float("inf")
+        # `decode_step_ms` without a call for each.
+        fixed = policy.decode_step_ms(0, view)
+        per_token = view.step_ms_per_kv_token if policy.transfer else 0.0
         for offer in offers:
             request, work = offer.request, offer.work_ms
             prompt = request.prompt_tokens
             if prompt >= free_tokens:
                 continue
-            ttft_pf = offer.elsewhere_ms + policy.decode_step_ms(prompt, view)
+            ttft_pf = offer.elsewhere_ms + fixed + per_token * prompt
             left = offer.left_ms if offer.left_ms > 0 else ttft_pf
             bound = min(alpha * ttft_pf, max(left, 1e-3))
             cached = request.cached.get(node.node, 0) if request.cached else 0

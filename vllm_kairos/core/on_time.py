@@ -64,6 +64,11 @@ def on_time_order(
             aside.add(place)
             total += job.work_ms
             continue
+        if start + job.work_ms > job.deadline_ms:
+            # Late on its own. Those taken are all shorter, so that it would be
+            # the first to be set aside.
+            aside.add(place)
+            continue
         heapq.heappush(taken, (-job.work_ms, place))
         total += job.work_ms
         # A single prefill runs on one node, however many there are.

@@ -15,6 +15,7 @@ from vllm_kairos.core.late_queue import LateQueue
 from vllm_kairos.core.node_views import NodeView, NodeViews, Planner, fastest
 from vllm_kairos.core.policies.base import Policy, RoundRobin, register
 from vllm_kairos.core.prefill import ttft_prefill_ms, ttft_prefill_paper_ms
+from vllm_kairos.core.prefill_pool import PrefillKinds
 from vllm_kairos.core.route import Estimates, Route
 from vllm_kairos.core.schedule import CandidatePlanner, ChunkPlanner
 from vllm_kairos.core.settings import Settings
@@ -125,6 +126,7 @@ class Kairos(Policy):
         self.oldest_ms = oldest_slos * settings.ttft_slo_ms
         self.turns = RoundRobin()
         self.queue = LateQueue()
+        self.prefill_kinds = PrefillKinds(transfer)
         self.views = NodeViews(self._planner)
 
     def chunk_rule(self, model: StepModel) -> ChunkRule:
