@@ -11,7 +11,7 @@ from __future__ import annotations
 import heapq
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -64,6 +64,7 @@ class ClusterSettings:
         error: Of the predictions.
         rule: Makes the chunk rule of a node, given its name.
         dispatcher: Makes the dispatcher of a run.
+        models: Step times of the nodes, by name, that differ from `model`.
     """
 
     model: StepModel
@@ -75,6 +76,7 @@ class ClusterSettings:
     error: ModelError = field(default_factory=ModelError)
     rule: Callable[[str], ChunkRule] | None = None
     dispatcher: Callable[[Cluster, Policy], Dispatcher] | None = None
+    models: Mapping[str, StepModel] = field(default_factory=dict)
 
 
 class SimNode(Node):
@@ -82,6 +84,7 @@ class SimNode(Node):
 
     __slots__ = (
         "plan",
+        "model",
         "busy",
         "step_start_ms",
         "step_end_ms",
@@ -91,9 +94,12 @@ class SimNode(Node):
         "noise",
     )
 
-    def __init__(self, plan: NodePlan, limits: NodeLimits, rule: ChunkRule):
+    def __init__(
+        self, plan: NodePlan, model: StepModel, limits: NodeLimits, rule: ChunkRule
+    ):
         super().__init__(plan.name, limits, rule)
         self.plan = plan
+        self.model = model
         self.busy = False
         self.step_start_ms = 0.0
         self.step_end_ms = 0.0
@@ -164,11 +170,12 @@ class Cluster:
         limits = self.settings.limits
         if plan.budget_tokens is not None:
             limits = replace(limits, budget_tokens=plan.budget_tokens)
+        model = self.settings.models.get(plan.name, self.settings.model)
         if self.settings.rule is not None:
             rule = self.settings.rule(plan.name)
         else:
-            rule = self.policy.chunk_rule(self.settings.model)
-        node = SimNode(plan, limits, rule)
+            rule = self.policy.chunk_rule(model)
+        node = SimNode(plan, model, limits, rule)
         node.reports = NodeReports(node, self)
         if self.settings.error.noise > 0:
             node.noise = random.Random(seed)
@@ -270,7 +277,7 @@ class Cluster:
             node.busy = False
             return
         load = node.load
-        predicted = self.settings.model.load_ms(load)
+        predicted = node.model.load_ms(load)
         if node.plan.group is not None:
             predicted *= self._shared_gpu_scale(node)
         error = self.settings.error

@@ -75,7 +75,7 @@ def state_of(node: SimNode, cluster: Cluster, now_ms: float) -> NodeState:
         ]
     return NodeState(
         node.name,
-        cluster.settings.model,
+        node.model,
         limits.budget_tokens,
         limits.max_num_seqs,
         node.decodes,
