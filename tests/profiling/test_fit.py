@@ -70,7 +70,13 @@ def test_stalls_still_count_in_the_reported_error():
 
 @pytest.mark.parametrize(
     ("phase", "rows", "short_ms"),
-    [("decode", 1, 0.05), ("decode", 5, 0.5), ("prefill", 2, 1.0), ("mixed", 3, 13.0)],
+    [
+        ("decode", 1, 0.05),
+        ("decode", 12, 0.002),
+        ("decode", 5, 0.5),
+        ("prefill", 2, 1.0),
+        ("mixed", 3, 13.0),
+    ],
 )
 def test_a_step_logged_in_next_to_no_time_does_not_bend_the_fit(phase, rows, short_ms):
     steps = synthetic_steps(noise=0.03)
