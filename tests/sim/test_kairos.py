@@ -112,19 +112,40 @@ def test_under_overload_late_binding_does_not_become_first_come_first_served() -
     rate=st.floats(3.0, 11.0),
     seed=st.integers(0, 1000),
 )
-@examples(max_examples=15, deadline=None, derandomize=True)
+@examples(max_examples=15, deadline=None)
 def test_on_nodes_of_mixed_speeds_late_binding_is_no_worse_than_eager(
     factor: float, slow: str, rate: float, seed: int
 ) -> None:
     model = load_profile(PROFILE).step_model()
     slower = Predictor({k: factor * v for k, v in model.prefill.terms.items()})
     models = {slow: StepModel(slower, model.decode, model.mixed)}
-    slo = Settings(ttft_slo_ms=1500.0)
     late, eager = (
-        summary(policy, rate, requests=150, seed=seed, models=models, slo=slo)
+        summary(policy, rate, requests=150, seed=seed, models=models)
         for policy in ("kairos", "kairos:dispatch=eager")
     )
     assert late["slo_attainment"] >= eager["slo_attainment"] - 0.02
+
+
+@pytest.mark.parametrize("slow", ["p0", "p1"])
+def test_on_nodes_of_mixed_speeds_a_tight_slo_is_held_as_well_as_by_eager(
+    slow: str,
+) -> None:
+    # A run alone has a few percent of luck in it: the mean of several.
+    model = load_profile(PROFILE).step_model()
+    slower = Predictor({k: 5.0 * v for k, v in model.prefill.terms.items()})
+    models = {slow: StepModel(slower, model.decode, model.mixed)}
+    slo = Settings(ttft_slo_ms=1500.0)
+    late, eager = (
+        sum(
+            summary(policy, 9.0, requests=200, seed=seed, models=models, slo=slo)[
+                "slo_attainment"
+            ]
+            for seed in range(101, 107)
+        )
+        / 6
+        for policy in ("kairos", "kairos:dispatch=eager")
+    )
+    assert late >= eager - 0.01
 
 
 def test_on_nodes_of_mixed_speeds_the_order_they_are_listed_in_is_no_matter() -> None:
