@@ -132,7 +132,7 @@ class AdaptiveRule(ChunkRule):
         if load.decodes <= 0:
             return
         if load.prefill_tokens > 0:
-            self._feedback.observe(predicted_ms, measured_ms)
+            self._feedback.observe(predicted_ms, measured_ms, load.limit_ms)
         else:
             self._feedback.observe_decodes(predicted_ms, measured_ms)
 

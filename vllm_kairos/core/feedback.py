@@ -25,9 +25,10 @@ class Feedback:
 
     ``limit = tau * exp(-(mean + z * spread)) * trim``
 
-    where ``z`` belongs to the target share. `trim` is moved by every step, a
-    little up when it was in time and a lot down when it was late, so that the
-    share of late steps settles at the target whatever the true distribution
+    where ``z`` belongs to the target share. `trim` is moved by every step that
+    was not known beforehand to be over the bound, a little up when it was in
+    time and a lot down when it was late, so that the share of late steps
+    settles at the target whatever the true distribution
     (stochastic approximation of a quantile).
 
     A bound can fall so low that no prefill fits any more, and then no step
@@ -50,6 +51,8 @@ class Feedback:
     _PRIOR_STEPS = 8.0
     _TRIM_STEP = 0.05
     _LEAST_TRIM, _MOST_TRIM = 0.7, 1.05
+    #: Rounding does not put a step over the bound.
+    _JUST_OVER = 1.0 + 1e-9
     #: Steps without a prefill that change nothing; in a busy engine prefills
     #: come more often than that. And the memory of what comes after them.
     _QUIET_STEPS = 64
@@ -117,12 +120,15 @@ class Feedback:
         """Standard deviation of the log of measured / predicted."""
         return math.sqrt(self._variance)
 
-    def observe(self, predicted_ms: float, measured_ms: float) -> None:
+    def observe(
+        self, predicted_ms: float, measured_ms: float, limit_ms: float = _INFINITE
+    ) -> None:
         """Take a step that carried a prefill beside decodes.
 
         Args:
             predicted_ms: As the profile says, uncorrected.
             measured_ms: As it was.
+            limit_ms: Bound that it was put together under.
         """
         if not (0.0 < predicted_ms < _INFINITE and 0.0 < measured_ms < _INFINITE):
             return
@@ -141,7 +147,11 @@ class Feedback:
         delta = ratio - mean
         self._mean = mean = mean + delta / weight
         self._variance = variance + (delta * (ratio - mean) - variance) / weight
-        if late:
+        if predicted_ms > limit_ms * self._JUST_OVER:
+            # Known to be over the bound, by an override or by its decodes
+            # alone: that it is late says nothing against the bound.
+            pass
+        elif late:
             trim = self._trim * (1.0 - self._TRIM_STEP * (1.0 - self._late_share))
             self._trim = trim if trim > self._LEAST_TRIM else self._LEAST_TRIM
         elif predicted_ms >= 0.97 * self.limit_ms:

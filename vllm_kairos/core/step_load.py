@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 
@@ -21,6 +22,7 @@ class StepLoad:
         attended: ``sum(c_i * p_i)``.
         squared: ``sum(c_i ** 2)``.
         guarded: A deflected prefill is among them.
+        limit_ms: Bound on its prediction that it was put together under.
     """
 
     decodes: int = 0
@@ -32,6 +34,7 @@ class StepLoad:
     attended: float = 0.0
     squared: float = 0.0
     guarded: bool = False
+    limit_ms: float = math.inf
 
     @property
     def tokens(self) -> int:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -16,6 +17,7 @@ from vllm_kairos.core.chunk_rule import (
     still_refused,
 )
 from vllm_kairos.core.feedback import Feedback
+from vllm_kairos.core.overdue import OverdueTurns
 from vllm_kairos.core.step_load import StepLoad
 from vllm_kairos.core.step_model import StepModel
 from vllm_kairos.engine.requests import Deflected, RequestPhases
@@ -56,7 +58,9 @@ class ChunkLimits:
     Attributes:
         limiter: What the next step asks about its requests, `None` for nothing.
         stale: Requests or KV blocks have changed since it was made.
-        overrides: Chunks given without headroom to a prefill past its target.
+        overrides: Steps that gave a prefill past its target a chunk without
+            headroom.
+        bound_ms: Bound that the next step is put together under.
     """
 
     def __init__(
@@ -70,6 +74,7 @@ class ChunkLimits:
         self.limiter: Limiter | None = None
         self.stale = True
         self.overrides = 0
+        self.bound_ms = math.inf
         self._scheduler = scheduler
         self._settings = settings
         self._rule = rule
@@ -83,6 +88,9 @@ class ChunkLimits:
         #: Of those, chunks that nothing will change any more.
         self._fixed: dict[str, int] = {}
         self._free_before = (0, 0)
+        self._overdue: OverdueTurns[str] = OverdueTurns()
+        #: Who has the turn, its tokens, and whether they are over the bound.
+        self._turn: tuple[str, int, bool] | None = None
         self._limit = self._make_limiter()
 
     @property
@@ -98,8 +106,11 @@ class ChunkLimits:
         self.limiter = None
         self._shares = {}
         self._fixed.clear()
+        self._turn = None
         phases = self._phases
         rule = self._rule
+        if scheduler.failed_recving_kv_req_ids:
+            phases.note_failed_kv(scheduler.failed_recving_kv_req_ids)
         ordinary = phases.waiting or phases.prefilling
         if not phases.deflected and not (rule.limits_ordinary and ordinary):
             return
@@ -108,21 +119,27 @@ class ChunkLimits:
             # below one would hold it back for as long as anybody decodes.
             return
         joining = scheduler.finished_recving_kv_req_ids
+        if joining:
+            self.stale = True
+            # A request whose KV failed to load computes its prompt like any other.
+            joining = joining - scheduler.failed_recving_kv_req_ids
         decodes = len(phases.decoding) + len(joining)
         if not decodes and not phases.deflected:
             return
         load = self._load = StepLoad(decodes, phases.decode_kv_tokens, decodes)
-        if joining:
-            self.stale = True
-            for request_id in joining:
-                request = scheduler.requests[request_id]
-                load.decode_kv_tokens += request.num_computed_tokens
-        # A request whose KV failed to load computes its prompt like any other.
-        self._joined = joining - scheduler.failed_recving_kv_req_ids
+        for request_id in joining:
+            request = scheduler.requests[request_id]
+            load.decode_kv_tokens += request.num_computed_tokens
+        self._joined = joining
         if scheduler.num_spec_tokens:
             load.decode_tokens += sum(
                 len(request.spec_token_ids) for request in phases.decoding.values()
             )
+        limit_ms = rule.limit_ms
+        self.bound_ms = math.inf if limit_ms is None else limit_ms
+        self._overdue.start()
+        if self._overdue.holder is not None:
+            self._keep_turn(load, self._overdue.holder)
         if rule.by_slack:
             if len(phases.deflected) > 1:
                 self._share_by_slack(load)
@@ -137,13 +154,41 @@ class ChunkLimits:
         seats: the head of its queue, adapters, a grammar not yet compiled.
 
         Args:
-            scheduled: Its tokens by request.
+            scheduled: Its tokens by request, none in a step that holds none.
         """
+        self._overdue.step_over()
+        if not scheduled:
+            return
         for request_id, share in self._shares.items():
             held = self._phases.deflected.get(request_id)
             if held is not None and share:
                 taken = request_id in scheduled
                 held.refused = None if taken else self._free_before
+
+    def _keep_turn(self, load: StepLoad, key: str) -> None:
+        """Keep room for the prefill whose turn it is, before any other's."""
+        phases = self._phases
+        held = phases.deflected.get(key)
+        if held is not None:
+            request = held.request
+        elif key in phases.prefilling:
+            request = phases.prefilling[key]
+        elif key in phases.waiting:
+            request = phases.waiting[key]
+        else:  # It has ended.
+            return
+        computed = request.num_computed_tokens
+        wanted = request.num_tokens - computed
+        tracker = held.tracker if held is not None else None
+        chunk = self._rule.chunk(load, computed, wanted, tracker)
+        if chunk and held is not None and self._rule.by_slack:
+            # There is headroom again, and it is the first to be served.
+            return
+        tokens = min(wanted, self._settings.smallest_chunk_tokens)
+        load.add_prefill(tokens, computed)
+        if held is not None:
+            load.guarded = True
+        self._turn = key, tokens, chunk < tokens
 
     def _share_by_slack(self, load: StepLoad) -> None:
         """Keep room for deflected prefills, least slack first."""
@@ -161,12 +206,15 @@ class ChunkLimits:
                 held.claim(key, scheduler.block_size)
                 for key, held in deflected.items()
                 if not still_refused(held.refused, blocks, seats)
+                and not self._has_turn(key)
             ],
             scheduler.max_num_scheduled_tokens,
             blocks,
             seats,
         )
         for key, share in self._shares.items():
+            if share:
+                self._overdue.served(deflected[key].deadline_s)
             # One that does not run may yet be found in the prefix cache.
             if share and deflected[key].request.status == RequestStatus.RUNNING:
                 self._fixed[key] = share
@@ -175,7 +223,7 @@ class ChunkLimits:
         """The chunk of a deflected prefill that runs beside decodes alone."""
         ((key, held),) = self._phases.deflected.items()
         request = held.request
-        if request.status != RequestStatus.RUNNING:
+        if request.status != RequestStatus.RUNNING or self._has_turn(key):
             return
         computed = request.num_computed_tokens
         # vLLM takes no more of it than its budget has left.
@@ -185,6 +233,7 @@ class ChunkLimits:
             load.add_prefill(chunk, computed)
             load.guarded = True
             self._fixed[key] = chunk
+            self._overdue.served(held.deadline_s)
 
     def _make_limiter(self) -> Limiter:
         """The function that vLLM asks about every request of a step."""
@@ -208,6 +257,8 @@ class ChunkLimits:
         if request_id in self._joined:
             return tokens
         held = self._phases.deflected.get(request_id)
+        if self._has_turn(request_id):
+            return self._take_turn(request, held, tokens)
         load = self._load
         rule = self._rule
         share = self._shares.get(request_id)
@@ -218,33 +269,45 @@ class ChunkLimits:
             granted = rule.chunk(load, computed, tokens, tracker)
         if held is not None and rule.follows_schedule:
             held.other_tokens = load.tokens
-        if granted == 0:
-            granted = self._past_target(request, held, tokens)
-            share = None
-            if granted == 0 and computed and _tells_of_prompt(request):
+        due_s = self._due_s(request, held)
+        if granted:
+            self._overdue.served(due_s)
+        else:
+            if self._wall_clock_s() > due_s:
+                self._overdue.held_back(request_id, due_s)
+            if computed and _tells_of_prompt(request):
                 # vLLM's worker drops a request that a step leaves out, and with
                 # it the log-probabilities of the prompt so far.
                 granted = 1
+                share = None
         if granted and share is None:
             load.add_prefill(granted, computed)
             if held is not None:
                 load.guarded = True
         return granted
 
-    def _past_target(
-        self, request: Request, held: Deflected | None, tokens: int
-    ) -> int:
-        """A chunk for a prefill without headroom that is past its target.
+    def _has_turn(self, key: str) -> bool:
+        return self._turn is not None and self._turn[0] == key
 
-        Held back for ever it would starve; each such step is counted.
+    def _take_turn(self, request: Request, held: Deflected | None, tokens: int) -> int:
+        """The smallest chunk, for the prefill whose turn it is.
+
+        A step that it puts over the bound is counted.
         """
-        deadline_s = request.arrival_time + self._settings.ttft_slo_ms / 1e3
+        assert self._turn is not None
+        key, kept, over = self._turn
+        if over:
+            self.overrides += 1
         if held is not None:
-            deadline_s = held.deadline_s
-        if self._wall_clock_s() <= deadline_s:
-            return 0
-        self.overrides += 1
-        return min(tokens, self._settings.smallest_chunk_tokens)
+            held.other_tokens = self._load.tokens - kept
+        self._overdue.held_back(key, self._due_s(request, held))
+        return min(tokens, kept)
+
+    def _due_s(self, request: Request, held: Deflected | None) -> float:
+        """Unix time at which its first token is due."""
+        if held is not None:
+            return held.deadline_s
+        return request.arrival_time + self._settings.ttft_slo_ms / 1e3
 
 
 def _tells_of_prompt(request: Request) -> bool:

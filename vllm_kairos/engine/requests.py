@@ -9,7 +9,7 @@ something happens to it, and a step touches only those that prefill.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from vllm.logger import init_logger
@@ -139,6 +139,17 @@ class RequestPhases:
                 "Request %s: chunk schedule ignored: %s", request.request_id, error
             )
             return None
+
+    def note_failed_kv(self, request_ids: Iterable[str]) -> None:
+        """Requests whose KV failed to load, to be computed here instead.
+
+        They wait like any ordinary prefill from now on: later nothing tells
+        them from requests whose KV has arrived.
+        """
+        for request_id in request_ids:
+            request = self.awaiting_kv.pop(request_id, None)
+            if request is not None:
+                self.waiting[request_id] = request
 
     def remove(self, request: Request) -> None:
         """A request has finished, by whatever cause."""

@@ -182,9 +182,10 @@ class KairosMixin(Scheduler):
         if self._unsettled is not None:
             output, started_s, busy = self._unsettled
             self._unsettled = None
+            self._chunks.note_scheduled(output.num_scheduled_tokens)
             if output.total_num_scheduled_tokens:
-                self._chunks.note_scheduled(output.num_scheduled_tokens)
                 load = self._phases.note_step(output)
+                load.limit_ms = self._chunks.bound_ms
                 if self._meter.on:
                     self._meter.scheduled(output, load, started_s, busy)
             else:

@@ -12,6 +12,8 @@ over the same arrivals.
 
 from __future__ import annotations
 
+import math
+
 from vllm_kairos.core.chunk_rule import (
     ChunkRule,
     Claim,
@@ -19,6 +21,7 @@ from vllm_kairos.core.chunk_rule import (
     share_by_slack,
     still_refused,
 )
+from vllm_kairos.core.overdue import OverdueTurns
 from vllm_kairos.core.step_load import StepLoad
 from vllm_kairos.sim.engine_request import EngineRequest, Leg, Phase, Remote
 from vllm_kairos.sim.kv_cache import CachedBlocks, CountedBlocks
@@ -72,6 +75,9 @@ class Node:
         "_limiting",
         "_shares",
         "_free_before",
+        "_overdue",
+        "_turn",
+        "_bound_ms",
     )
 
     def __init__(self, name: str, limits: NodeLimits, rule: ChunkRule | None = None):
@@ -99,6 +105,10 @@ class Node:
         self._limiting = False
         self._shares: dict[EngineRequest, int] | None = None
         self._free_before = (0, 0)
+        self._overdue: OverdueTurns[EngineRequest] = OverdueTurns()
+        #: Who has the turn, its tokens, and whether they are over the bound.
+        self._turn: tuple[EngineRequest, int, bool] | None = None
+        self._bound_ms = math.inf
 
     # ------------------------------------------------------------- requests
 
@@ -315,6 +325,8 @@ class Node:
         """As ``KairosScheduler._get_new_tokens_limiter``."""
         decodes = self.decodes + len(self.arrived)
         self._shares = None
+        self._turn = None
+        self._overdue.step_over()
         self._limiting = bool(self.deflected) or (
             self.rule.limits_ordinary and decodes > 0
         )
@@ -322,8 +334,29 @@ class Node:
             return
         kv_tokens = self.decode_kv_tokens + sum(r.computed for r in self.arrived)
         self.load = StepLoad(decodes, kv_tokens, decodes)
+        limit_ms = self.rule.limit_ms
+        self._bound_ms = math.inf if limit_ms is None else limit_ms
+        self._overdue.start()
+        if self._overdue.holder is not None:
+            self._keep_turn(self._overdue.holder)
         if self.rule.by_slack and len(self.deflected) > 1:
             self._shares = self._share_by_slack()
+
+    def _keep_turn(self, request: EngineRequest) -> None:
+        """As ``ChunkLimits._keep_turn``."""
+        if request.phase == Phase.DECODE or request.tokens == request.end:
+            return
+        held = request in self.deflected
+        load = self.load
+        wanted = request.tokens - request.computed
+        tracker = request.tracker if held else None
+        chunk = self.rule.chunk(load, request.computed, wanted, tracker)
+        if chunk and held and self.rule.by_slack:
+            return
+        tokens = min(wanted, self.limits.smallest_chunk_tokens)
+        load.add_prefill(tokens, request.computed)
+        load.guarded |= held
+        self._turn = request, tokens, chunk < tokens
 
     def _share_by_slack(self) -> dict[EngineRequest, int]:
         held = dict(enumerate(self.deflected))
@@ -346,13 +379,18 @@ class Node:
                 for place, request in held.items()
                 if request.tracker is not None
                 and not still_refused(request.refused, blocks, seats)
+                and not (self._turn and self._turn[0] is request)
             ],
             self.limits.budget_tokens,
             blocks,
             seats,
         )
         self._free_before = blocks, seats
-        return {held[int(place)]: tokens for place, tokens in shares.items()}
+        by_request = {held[int(place)]: tokens for place, tokens in shares.items()}
+        for request, tokens in by_request.items():
+            if tokens:
+                self._overdue.served(request.due_ms)
+        return by_request
 
     def _note_refused(self, shares: dict[EngineRequest, int]) -> None:
         """As ``KairosScheduler._note_refused``."""
@@ -368,6 +406,12 @@ class Node:
         load = self.load
         if not held and (request.phase == Phase.DECODE or request in self.awaiting):
             return tokens
+        if self._turn is not None and self._turn[0] is request:
+            _, kept, over = self._turn
+            self.overrides += over
+            request.other_tokens = load.tokens - kept
+            self._overdue.held_back(request, request.due_ms)
+            return min(tokens, kept)
         tracker = request.tracker if held else None
         shared = self._shares is not None and request in self._shares
         if shared:
@@ -377,11 +421,11 @@ class Node:
             granted = self.rule.chunk(load, computed, tokens, tracker)
         if held:
             request.other_tokens = load.tokens
-        if granted == 0 and now_ms > request.due_ms:
+        if granted:
+            self._overdue.served(request.due_ms)
+        elif now_ms > request.due_ms:
             # Held back for ever it would starve.
-            self.overrides += 1
-            granted = min(tokens, self.limits.smallest_chunk_tokens)
-            shared = False
+            self._overdue.held_back(request, request.due_ms)
         if granted and not shared:
             load.add_prefill(granted, computed)
             load.guarded |= held
@@ -393,7 +437,7 @@ class Node:
         The single token by which a request joins whose KV has arrived counts
         as a decode: it costs what a decode costs.
         """
-        load = StepLoad()
+        load = StepLoad(limit_ms=self._bound_ms)
         for request, tokens in self.scheduled:
             before = request.computed
             after = request.computed = before + tokens
