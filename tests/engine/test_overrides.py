@@ -24,7 +24,7 @@ def profile(tmp_path_factory: pytest.TempPathFactory) -> str:
 def engine(profile: str, decodes: int, **options: object) -> VirtualEngine:
     """An engine in which so many requests decode."""
     kairos = {"profile": profile, "tau_ms": TAU_MS, "beta": 0.9}
-    kairos["ttft_slo_ms"] = options.pop("ttft_slo_ms", 4000.0)  # type: ignore[assignment]
+    kairos["ttft_slo_ms"] = options.pop("ttft_slo_ms", 4000.0)
     options = {"max_num_seqs": 512, **options}
     e = VirtualEngine(make_scheduler(kairos=kairos, **options))  # type: ignore[arg-type]
     for _ in range(decodes):
@@ -50,7 +50,8 @@ def late_prefills(e: VirtualEngine, count: int, tokens: int) -> list[str]:
 
 def overrides(e: VirtualEngine) -> int:
     e.scheduler._settle()
-    return e.scheduler._chunks.overrides
+    count: int = e.scheduler._chunks.overrides
+    return count
 
 
 @pytest.mark.parametrize("async_scheduling", [False, True])

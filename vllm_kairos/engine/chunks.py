@@ -307,7 +307,8 @@ class ChunkLimits:
         """Unix time at which its first token is due."""
         if held is not None:
             return held.deadline_s
-        return request.arrival_time + self._settings.ttft_slo_ms / 1e3
+        arrival_s: float = request.arrival_time
+        return arrival_s + self._settings.ttft_slo_ms / 1e3
 
 
 def _tells_of_prompt(request: Request) -> bool:
