@@ -291,8 +291,10 @@ def test_a_failed_load_is_no_decode_of_the_step(profile: str) -> None:
     e.scheduler._handle_invalid_blocks(set(blocks))
     e.kv_arrives(r)
     e.step()
-    e.step()
-    assert e.scheduler._chunks._load.decodes == 8
+    assert e.scheduler.finished_recving_kv_req_ids == {r}
+    e.scheduler._get_new_tokens_limiter()
+    load = e.scheduler._chunks._load
+    assert load.decodes == 8 and load.decode_kv_tokens < 6000
 
 
 def test_decodes_alone_bring_back_a_bound_that_admits_nothing(profile: str) -> None:
