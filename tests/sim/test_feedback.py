@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 from vllm_kairos.core.chunk_rule import AdaptiveRule, PlannedRule
@@ -39,9 +40,14 @@ class Counting(Feedback):
         self.mixed = self.decodes_alone = 0
         super().__init__(70.0)
 
-    def observe(self, predicted_ms: float, measured_ms: float) -> None:
+    def observe(
+        self,
+        predicted_ms: float,
+        measured_ms: float,
+        limit_ms: float = math.inf,
+    ) -> None:
         self.mixed += 1
-        super().observe(predicted_ms, measured_ms)
+        super().observe(predicted_ms, measured_ms, limit_ms)
 
     def observe_decodes(self, predicted_ms: float, measured_ms: float) -> None:
         self.decodes_alone += 1
