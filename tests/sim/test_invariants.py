@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from vllm_kairos.core.link import LinkModel
@@ -83,6 +83,14 @@ def as_rows(drawn: list[tuple[float, int, int, int]], hashed: bool) -> list[Trac
     return rows
 
 
+#: All that runs is preempted in one step while KV that has arrived waits.
+_ALL_PUT_BACK = [(0.0, p, n, s) for p, n, s in ((366, 13, 1), (1, 1, 1), (1537, 1, 2))]
+_ALL_PUT_BACK += [(0.0, p, n, s) for p, n, s in ((1, 1, 1), (2801, 1, 2), (1, 1, 1))]
+_ALL_PUT_BACK += [(0.0, 384, 2, 1)]
+
+
+@example(_ALL_PUT_BACK, "sl", True, True, False)
+@example([(5e-324, 1, 1, 1)], "nexus", False, False, False)
 @given(rows_of, st.sampled_from(POLICIES), st.booleans(), st.booleans(), st.booleans())
 @settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_every_run_keeps_its_books(

@@ -273,6 +273,11 @@ class Cluster:
         some = node.schedule(now)
         for request, tokens in node.loads:
             self._load(node, request, tokens)
+        if not some and node.preempted:
+            # All that ran was put back, and nobody waiting was looked at: an
+            # engine with requests goes round again at once.
+            self._start_step(node)
+            return
         if not some:
             node.busy = False
             return

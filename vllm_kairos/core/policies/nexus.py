@@ -9,6 +9,9 @@ from vllm_kairos.core.policies.mixed import pending_tokens
 from vllm_kairos.core.route import Route
 from vllm_kairos.core.settings import Settings
 
+#: Requests that no node holds at once.
+_MOST_HELD = 65_536
+
 
 @register
 class Nexus(Policy):
@@ -69,7 +72,9 @@ class Nexus(Policy):
         step = context.model.step_ms(1, kv)
         # Little's law: the batch a node holds at this rate.
         rate = context.rate_rps or 1.0
-        batch = max(1, round(rate * outputs * step / 1e3 / nodes))
+        held = rate * outputs * step / 1e3 / nodes
+        # A trace may have all its arrivals at once, which is no rate.
+        batch = max(1, round(min(held, _MOST_HELD)))
         step = context.model.step_ms(batch, batch * kv)
         best = 0.1
         for percent in range(10, 95, 5):
