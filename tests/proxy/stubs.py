@@ -80,6 +80,8 @@ class StubEngine:
     Attributes:
         requests: ``(path, body, headers)`` of every request that came.
         behaviour: Answers generation requests; replace it in a test.
+        releases: Bodies of requests that are there to free KV, and no others.
+        on_release: Answers those.
         cancelled: Requests whose client went away before the answer ended.
         chunks: What a streamed answer consists of.
         state: Report published every 20 ms, `None` for silence.
@@ -89,6 +91,8 @@ class StubEngine:
     def __init__(self) -> None:
         self.requests: list[tuple[str, dict[str, Any], CIMultiDict[str]]] = []
         self.behaviour: Behaviour = self.answer
+        self.releases: list[dict[str, Any]] = []
+        self.on_release: Behaviour = self.answer
         self.cancelled = 0
         self.chunks = sse('{"t": 1}', '{"t": 2}', "[DONE]")
         self.kv: dict[str, Any] | None = {
@@ -174,9 +178,14 @@ class StubEngine:
     async def _handle(self, request: web.Request) -> web.StreamResponse:
         self._transports.add(request.transport)
         body = json.loads(await request.read())
-        self.requests.append((request.path, body, request.headers.copy()))
+        release = body.get("prompt") == [0]
+        if release:
+            self.releases.append(body)
+        else:
+            self.requests.append((request.path, body, request.headers.copy()))
         try:
-            return await self.behaviour(request, body)
+            answer = self.on_release if release else self.behaviour
+            return await answer(request, body)
         except asyncio.CancelledError:
             self.cancelled += 1
             raise
@@ -245,18 +254,22 @@ async def head_then_break(
 class LiveProxy:
     """An ASGI app under uvicorn in a thread.
 
+    Args:
+        app: The app.
+        grace_s: Seconds that answers have to end when it stops.
+
     Attributes:
         url: Where it listens.
     """
 
-    def __init__(self, app: Any):
+    def __init__(self, app: Any, grace_s: int = 1):
         self._listener = socket.socket()
         self._listener.bind(("127.0.0.1", 0))
         self._listener.listen(128)
         self.port = self._listener.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         self._server = uvicorn.Server(
-            uvicorn.Config(app, log_level="critical", timeout_graceful_shutdown=1)
+            uvicorn.Config(app, log_level="critical", timeout_graceful_shutdown=grace_s)
         )
         self._thread = threading.Thread(
             target=self._server.run, kwargs={"sockets": [self._listener]}, daemon=True
@@ -273,10 +286,10 @@ class LiveProxy:
 
 
 @contextlib.contextmanager
-def live(settings: ProxySettings) -> Iterator[LiveProxy]:
+def live(settings: ProxySettings, grace_s: int = 1) -> Iterator[LiveProxy]:
     """A running proxy with these settings."""
     app = make_app(settings)
-    proxy = LiveProxy(app)
+    proxy = LiveProxy(app, grace_s)
     proxy.kairos = app.state.kairos  # type: ignore[attr-defined]
     try:
         yield proxy

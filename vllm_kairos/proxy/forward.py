@@ -7,7 +7,7 @@ import asyncio
 import math
 import os
 import time
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Coroutine, MutableMapping
 from typing import Any
 
 import aiohttp
@@ -183,6 +183,35 @@ class Reply:
         vLLM aborts the request when its connection closes.
         """
         self._response.close()
+
+
+class PrefillLeg:
+    """An exchange with a prefill node that outlives whoever waits for it.
+
+    Args:
+        opening: `open_reply`, not yet awaited.
+
+    Attributes:
+        task: Gives the reply and, where its status is 2xx, its body. Cancelled,
+            it closes the connection.
+        answered: The first bytes are here, so the node's work is done.
+    """
+
+    __slots__ = ("task", "answered")
+
+    def __init__(self, opening: Coroutine[Any, Any, Reply]):
+        self.answered = False
+        self.task = asyncio.create_task(self._run(opening))
+
+    async def _run(self, opening: Coroutine[Any, Any, Reply]) -> tuple[Reply, bytes]:
+        reply = await opening
+        self.answered = True
+        if not 200 <= reply.status < 300:
+            return reply, b""
+        try:
+            return reply, await reply.read()
+        finally:
+            reply.close()
 
 
 async def open_reply(

@@ -12,6 +12,7 @@ A request takes one of these paths, told to the client in ``x-kairos-route``:
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from typing import Any
@@ -22,12 +23,13 @@ from vllm_kairos.core.policies.disagg import least_loaded_decode, least_ttft
 from vllm_kairos.core.route import Route
 from vllm_kairos.proxy.body import REMOTE_DECODE, Body, decode_prefill_reply
 from vllm_kairos.proxy.fleet import Node
-from vllm_kairos.proxy.forward import NodeFailure, Reply, open_reply
+from vllm_kairos.proxy.forward import NodeFailure, PrefillLeg, Reply, open_reply
 from vllm_kairos.proxy.job import Job, NoNode
 from vllm_kairos.proxy.late import LateBinder
 from vllm_kairos.proxy.ledger import Kind
 from vllm_kairos.proxy.leg_params import LegParams
 from vllm_kairos.proxy.prompt_length import Length
+from vllm_kairos.proxy.release import HeldKV
 from vllm_kairos.proxy.service import Service
 
 logger = logging.getLogger(__name__)
@@ -150,7 +152,7 @@ class Dispatcher:
         now, tokens = time.monotonic(), job.length.tokens
         decode.ledger.open(job.ticket, Kind.EXPECTED, tokens, now)
         try:
-            found = await self._prefill(job, prefill)
+            found = await self._prefill(job, prefill, decode)
         finally:
             decode.ledger.close(job.ticket)
             self._stir()
@@ -165,12 +167,20 @@ class Dispatcher:
         params = self._params.named(job, decode, found) or None
         prefill.fetching(job.ticket, tokens, time.monotonic())
         try:
-            return await self._answer(job, decode, Kind.AWAITING_KV, params)
+            held = HeldKV.of(job, prefill, found)
+            return await self._answer(job, decode, Kind.AWAITING_KV, params, held)
         finally:
             prefill.fetched(job.ticket, time.monotonic())
 
-    async def _prefill(self, job: Job, node: Node) -> dict[str, Any] | Reply | None:
+    async def _prefill(
+        self, job: Job, node: Node, decode: Node
+    ) -> dict[str, Any] | Reply | None:
         """Run the prefill leg.
+
+        Args:
+            job: The request.
+            node: Its prefill node.
+            decode: The decode node it is to go to.
 
         Returns:
             What to send to the decode node; the node's verdict where it
@@ -180,8 +190,8 @@ class Dispatcher:
         asked = REMOTE_DECODE if self._handshake else {}
         payload = job.body.prefill_leg(self._params.named(job, node, asked))
         self._open(job, node, Kind.PREFILL)
-        try:
-            reply = await open_reply(
+        leg = PrefillLeg(
+            open_reply(
                 service.session,
                 node,
                 job.body.path,
@@ -190,16 +200,18 @@ class Dispatcher:
                 service.liveness,
                 service.settings.prefill_timeout_s,
             )
-            try:
-                if 400 <= reply.status < 500:
-                    return reply
-                if not 200 <= reply.status < 300:
-                    self._no_prefill(node, f"status_{reply.status}")
-                    return None
-                data = await reply.read()
-            finally:
-                if not 400 <= reply.status < 500:
-                    reply.close()
+        )
+        try:
+            reply, data = await asyncio.shield(leg.task)
+            if 400 <= reply.status < 500:
+                return reply
+            if not 200 <= reply.status < 300:
+                reply.close()
+                self._no_prefill(node, f"status_{reply.status}")
+                return None
+        except asyncio.CancelledError:
+            service.releases.abandoned(leg, job, node, decode)
+            raise
         except NodeFailure as failure:
             self._no_prefill(node, failure.reason)
             return None
@@ -249,7 +261,12 @@ class Dispatcher:
         return await self._answer(job, node, kind, params)
 
     async def _answer(
-        self, job: Job, node: Node, kind: Kind, params: dict[str, Any] | None
+        self,
+        job: Job,
+        node: Node,
+        kind: Kind,
+        params: dict[str, Any] | None,
+        held: HeldKV | None = None,
     ) -> Reply:
         """The decode leg, moved to another node where one fails."""
         service = self._service
@@ -262,7 +279,7 @@ class Dispatcher:
             payload = job.body.with_params(params)
             lost = True
             try:
-                reply = await self._leg(job, node, kind, payload)
+                reply = await self._leg(job, node, kind, payload, held)
             except NodeFailure as failure:
                 self._failed(node, failure.reason)
                 lost = failure.reached
@@ -287,7 +304,11 @@ class Dispatcher:
                 # It may be the KV that could not be fetched, its prefill node
                 # being dead: the only decode node may do without it.
                 fleet = service.fleet.view(time.monotonic())
+            if lost:
+                held = None
             if reached >= _MOST_REACHED or not fleet.decode:
+                if held is not None:
+                    service.releases.start(held, node, last=True)
                 if last is not None:
                     return last
                 raise NoNode(f"decode node {node.address} failed", status)
@@ -300,12 +321,27 @@ class Dispatcher:
                 # It never reached an engine: the KV is still there to fetch.
                 params = self._params.named(job, node, params or {}) or None
 
-    async def _leg(self, job: Job, node: Node, kind: Kind, payload: bytes) -> Reply:
+    async def _leg(
+        self,
+        job: Job,
+        node: Node,
+        kind: Kind,
+        payload: bytes,
+        held: HeldKV | None = None,
+    ) -> Reply:
         """One exchange, in the node's ledger until the answer has ended.
 
         The entry is left open on return: `finish` closes it.
+
+        Args:
+            job: The request.
+            node: Where it goes.
+            kind: What it is to the node.
+            payload: Body.
+            held: The KV it is to fetch; freed where that comes to nothing.
         """
         self._open(job, node, kind)
+        sent_s = time.monotonic()
         try:
             reply = await open_reply(
                 self._service.session,
@@ -315,11 +351,15 @@ class Dispatcher:
                 job.headers,
                 self._service.liveness,
             )
-        except BaseException:
+        except BaseException as error:
+            if held is not None:
+                self._service.releases.unfetched(held, node, error, sent_s)
             node.ledger.close(job.ticket)
             node.residency.over(job.ticket, time.monotonic())
             raise
         node.residency.over(job.ticket, time.monotonic())
+        if held is not None and reply.status >= 400:
+            self._service.releases.start(held, node, last=reply.status >= 500)
         if reply.status == 200:
             node.residency.note(job.length.prefixes)
         node.ledger.decoding(job.ticket, time.monotonic())

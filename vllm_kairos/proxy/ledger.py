@@ -128,6 +128,11 @@ class NodeLedger:
                 self._over.add(ticket)
             self.version += 1
 
+    def shown(self, ticket: str) -> bool:
+        """Whether a report stands for a dispatch, so that the engine has it."""
+        entry = self._entries.get(ticket)
+        return entry is not None and entry.shown
+
     def over(self, ticket: str) -> bool:
         """Whether a deflected prefill in the last report is one no more."""
         return ticket in self._over

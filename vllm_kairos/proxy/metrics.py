@@ -101,6 +101,11 @@ class ProxyMetrics:
             "fallbacks", "Requests that left the path planned for them.", "reason"
         )
         self._errors = counter("errors", "Failures of a node.", "node", "reason")
+        self._releases = counter(
+            "kv_releases",
+            "KV on a prefill node that its client left there, by what became of it.",
+            "outcome",
+        )
         self._reports = counter("state_reports", "State reports by verdict.", "verdict")
         self._statuses = counter("responses", "Responses by status.", "code")
         self._lengths = counter(
@@ -169,6 +174,10 @@ class ProxyMetrics:
     def error(self, node: str, reason: str) -> None:
         """A node failed a request."""
         self._errors.labels(node, reason).inc()
+
+    def released(self, outcome: str) -> None:
+        """KV was freed, or given up; vLLM's time-out frees it then."""
+        self._releases.labels(outcome).inc()
 
     def reports(self, verdict: str) -> None:
         """A state report came in."""

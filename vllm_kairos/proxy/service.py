@@ -18,6 +18,7 @@ from vllm_kairos.proxy.health import HealthWatch
 from vllm_kairos.proxy.liveness import Liveness
 from vllm_kairos.proxy.metrics import ProxyMetrics
 from vllm_kairos.proxy.prompt_length import PromptCounter
+from vllm_kairos.proxy.release import Releases
 from vllm_kairos.proxy.state import StateSubscriber
 
 _ASK_TIMEOUT = aiohttp.ClientTimeout(total=30, sock_connect=5)
@@ -36,6 +37,7 @@ class Service:
         session: The one HTTP session.
         health: Probes of failed nodes.
         liveness: Ends waits for nodes that have gone silent.
+        releases: Frees KV that clients have left on prefill nodes.
         max_model_len: Longest sequence the engines take, once known.
         stirred: Called when a report has come or a node is back, if set.
     """
@@ -43,6 +45,7 @@ class Service:
     session: aiohttp.ClientSession
     health: HealthWatch
     liveness: Liveness
+    releases: Releases
 
     def __init__(self, settings: ProxySettings):
         self.settings = settings
@@ -70,6 +73,7 @@ class Service:
                 self.settings.node_timeout_s,
                 self.settings.answer_timeout_s,
             )
+            self.releases = Releases(self.session, self.fleet, self.metrics)
             self.counter.start()
             nodes = self.fleet.nodes()
             self.metrics.watch(nodes)
@@ -128,6 +132,7 @@ class Service:
         if self._asking is not None:
             self._asking.cancel()
             await asyncio.gather(self._asking, return_exceptions=True)
+        await self.releases.stop()
         await self._subscriber.stop()
         await self.liveness.stop()
         await self.health.stop()
