@@ -5,6 +5,7 @@ they leave it otherwise."""
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import Any
 
 import aiohttp
@@ -151,6 +152,47 @@ async def test_a_client_that_leaves_while_it_waits_leaves_nothing(
     c.prefill[0].state = c.decode[0].state = report()
     await asyncio.sleep(0.1)
     assert not c.prefill[0].requests and not c.decode[0].requests
+
+
+async def test_a_thousand_clients_that_leave_at_once_leave_nothing(
+    cluster: MakeCluster,
+) -> None:
+    c = await waiting_cluster(cluster)
+    kairos = c.proxy.kairos  # type: ignore[attr-defined]
+    raw = json.dumps(prompt()).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n"
+    head = head % len(raw) + b"Content-Type: application/json\r\n\r\n"
+    writers = []
+    for _ in range(1000):
+        _, writer = await asyncio.open_connection("127.0.0.1", c.proxy.port)
+        writer.write(head + raw)
+        writers.append(writer)
+    late = kairos._dispatcher.late
+    await until(lambda: len(late) == 1000, within_s=30.0)
+    for writer in writers:
+        writer.transport.abort()
+    await until(lambda: len(late) == 0 and late.classes() == (0, 0), within_s=10.0)
+    assert kairos._dispatcher._policy.waiting == 0
+    assert not any(len(n.ledger) for n in kairos.service.fleet.nodes())
+    assert not c.prefill[0].requests and not c.decode[0].requests
+
+
+@pytest.mark.parametrize("in_time", [True, False])
+async def test_a_stop_serves_those_who_wait_while_its_grace_lasts(
+    cluster: MakeCluster, client: aiohttp.ClientSession, in_time: bool
+) -> None:
+    c = await waiting_cluster(cluster)
+    tasks = [post(c, client, prompt()) for _ in range(3)]
+    await wait_for_queue(c, client, 3)
+    stop = asyncio.create_task(asyncio.to_thread(c.proxy.stop))
+    await asyncio.sleep(0.3)
+    if in_time:
+        c.prefill[0].state = report()
+    answers = [await t for t in tasks]
+    await stop
+    assert answers == [(200, "kept") if in_time else (503, None)] * 3
+    late = c.proxy.kairos._dispatcher.late  # type: ignore[attr-defined]
+    assert late.classes() == (0, 0)
 
 
 async def test_a_node_is_sent_no_more_than_keeps_it_busy_until_the_next_look(

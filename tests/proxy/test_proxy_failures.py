@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+from collections.abc import AsyncIterator
 from typing import Any
 
 import aiohttp
@@ -25,6 +26,8 @@ from vllm_kairos.core.fleet import Fleet, Request
 from vllm_kairos.core.messages import parse_schedule
 from vllm_kairos.core.policies import Policy, policies
 from vllm_kairos.core.route import Route
+from vllm_kairos.proxy import exchange
+from vllm_kairos.proxy.body import MOST_NESTED
 
 PROMPT = {"prompt": list(range(1, 401)), "max_tokens": 8}
 STREAM = {**PROMPT, "stream": True}
@@ -279,6 +282,68 @@ async def test_a_body_that_is_no_json_object_is_a_400_in_openai_form(
     assert told["code"] == 400
     assert told["type"] and told["message"]
     assert not c.prefill[0].requests
+
+
+@pytest.mark.parametrize("form", ["[%s]", '{"a":%s}', "[NaN,%s]"])
+async def test_a_body_that_nests_almost_too_deep_to_be_read_is_a_400_not_a_500(
+    cluster: MakeCluster, client: aiohttp.ClientSession, form: str
+) -> None:
+    c = cluster()
+    headers = {"Content-Type": "application/json"}
+    before, _, after = form.partition("%s")
+    for depth in (MOST_NESTED - 2, MOST_NESTED, *range(900, 1000, 2)):
+        nested = before * depth + "1" + after * depth
+        raw = '{"prompt": [1, 2], "max_tokens": 4, "x": %s}' % nested  # noqa: UP031
+        async with client.post(
+            f"{c.url}/v1/completions", data=raw, headers=headers
+        ) as answer:
+            assert answer.status == (200 if depth < MOST_NESTED else 400), depth
+            await answer.json()
+    assert len(c.prefill[0].requests) == len(c.decode[0].requests) == 1
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+async def test_a_body_of_absurd_length_is_a_413_in_openai_form(
+    cluster: MakeCluster,
+    client: aiohttp.ClientSession,
+    monkeypatch: pytest.MonkeyPatch,
+    chunked: bool,
+) -> None:
+    monkeypatch.setattr(exchange, "MOST_BODY_BYTES", 1_000_000)
+    c = cluster()
+
+    async def pieces() -> AsyncIterator[bytes]:
+        for _ in range(11):
+            yield b" " * 100_000
+
+    for length, status in ((1_000_001, 413), (900_000, 200)):
+        raw = json.dumps(PROMPT).encode().ljust(length)
+        data = pieces() if chunked and status == 413 else raw
+        async with client.post(
+            f"{c.url}/v1/completions",
+            data=data,
+            headers={"Content-Type": "application/json"},
+        ) as answer:
+            assert answer.status == status
+            told = await answer.json()
+            assert status == 200 or told["error"]["code"] == 413
+    assert len(c.prefill[0].requests) == 1
+
+
+@pytest.mark.parametrize(
+    "params", ["null", "{}", '"x"', "[1]", "3", "[" * 5000 + "]" * 5000]
+)
+async def test_a_prefill_answer_without_a_handle_leaves_the_request_to_a_decode_node(
+    cluster: MakeCluster, client: aiohttp.ClientSession, params: str
+) -> None:
+    async def odd(_: web.Request, __: dict[str, Any]) -> web.StreamResponse:
+        body = '{"kv_transfer_params": %s}' % params  # noqa: UP031
+        return web.json_response(text=body)
+
+    c = cluster()
+    c.prefill[0].behaviour = odd
+    assert (await post(c, client))[::2] == (200, "fallback")
+    assert c.decode[0].bodies() == [PROMPT]
 
 
 async def test_a_body_of_another_type_is_refused(

@@ -27,6 +27,10 @@ REMOTE_DECODE: Mapping[str, Any] = {
     "remote_port": None,
 }
 
+#: Deepest nesting of a body. What nests as deep as the interpreter reads just so
+#: would fail later on, with its KV on a prefill node already.
+MOST_NESTED = 256
+
 _encoder = msgspec.json.Encoder()
 _decoder = msgspec.json.Decoder()
 
@@ -43,7 +47,7 @@ class Body:
         path: `COMPLETIONS` or `CHAT`.
 
     Raises:
-        ValueError: It is not a JSON object.
+        ValueError: It is not a JSON object, or nests deeper than `MOST_NESTED`.
     """
 
     __slots__ = ("fields", "path", "_lenient")
@@ -59,6 +63,9 @@ class Body:
             self._lenient = True
         if not isinstance(fields, dict):
             raise ValueError(f"body is a {type(fields).__name__}, expected an object")
+        # Most bodies have fewer brackets than that in all.
+        if raw.count(b"[") + raw.count(b"{") > MOST_NESTED and _nests_deeper(fields):
+            raise ValueError(f"body nests deeper than {MOST_NESTED} levels")
         fields.pop("kv_transfer_params", None)
         extra = fields.get("vllm_xargs")
         if isinstance(extra, dict):
@@ -186,6 +193,21 @@ class Body:
         return None
 
 
+def _nests_deeper(value: object) -> bool:
+    """Whether a value has more than `MOST_NESTED` levels of lists and objects."""
+    level: list[Any] = [value]
+    for _ in range(MOST_NESTED):
+        level = [
+            child
+            for each in level
+            for child in (each.values() if isinstance(each, dict) else each)
+            if isinstance(child, dict | list)
+        ]
+        if not level:
+            return False
+    return True
+
+
 def is_token_ids(prompt: object) -> TypeGuard[list[int]]:
     """Whether a completion's prompt is one list of token ids.
 
@@ -228,7 +250,7 @@ def decode_prefill_reply(data: bytes) -> PrefillReply:
     """
     try:
         return _reply_decoder.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"prefill answer: {error}") from error
 
 

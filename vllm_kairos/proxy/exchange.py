@@ -23,6 +23,10 @@ from vllm_kairos.proxy.service import Service
 
 logger = logging.getLogger(__name__)
 
+#: Longest body. It is held several times over on its way: as it came, read, and
+#: as either leg.
+MOST_BODY_BYTES = 256 << 20
+
 _REQUEST_ID = re.compile(r"^[\x21-\x7e]{1,256}$")
 
 
@@ -46,17 +50,22 @@ class Exchange(Response):
         # What FastAPI looks at before it calls the response.
         self.background = None
         self.status_code = 200
+        self._begun = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve it; called by the framework."""
         arrived_s = time.monotonic()
         if not self._service.running:
             await self._service.start()
+        ended = [False]
         try:
-            raw = await self._request.body()
+            raw = await self._read()
         except ClientDisconnect:
             return
-        ended = [False]
+        if raw is None:
+            most = f"Body is longer than {MOST_BODY_BYTES} bytes"
+            await self._refuse(send, ended, 413, most, HTTPStatus(413).phrase)
+            return
         task = asyncio.current_task()
         assert task is not None
         watch = _ClientWatch(receive, task, ended)
@@ -70,8 +79,22 @@ class Exchange(Response):
                 logger.debug("Client of %s left", self._path)
             else:
                 logger.warning("Answer to %s broken off", self._path)
+                if not self._begun:
+                    kind = HTTPStatus.SERVICE_UNAVAILABLE.phrase
+                    await self._refuse(send, ended, 503, "the proxy is stopped", kind)
         finally:
             watch.stop()
+
+    async def _read(self) -> bytes | None:
+        """The client's body, `None` where it is too long."""
+        pieces: list[bytes] = []
+        size = 0
+        async for piece in self._request.stream():
+            size += len(piece)
+            if size > MOST_BODY_BYTES:
+                return None
+            pieces.append(piece)
+        return b"".join(pieces)
 
     async def _serve(
         self, raw: bytes, arrived_s: float, send: Send, ended: list[bool]
@@ -106,6 +129,7 @@ class Exchange(Response):
                     job.label, time.monotonic() - arrived_s, job.predicted_ms
                 )
             route = [(b"x-kairos-route", job.label.encode())]
+            self._begun = True
             broken = await reply.relay(send, route, ended)
             if broken is not None:
                 self._dispatcher.broke_off(reply, broken)
@@ -135,6 +159,7 @@ class Exchange(Response):
         label: str = "refused",
     ) -> None:
         self._service.metrics.answered(label, status)
+        self._begun = True
         ended[0] = True
         await Response(
             error_body(message, kind, status), status, media_type="application/json"
