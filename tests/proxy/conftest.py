@@ -11,7 +11,14 @@ import pytest_asyncio
 
 from tests.proxy.stubs import MODEL, LiveProxy, StubEngine, live, profile, report, until
 from vllm_kairos.core.settings import Settings
+from vllm_kairos.proxy import release
 from vllm_kairos.proxy.flags import ProxySettings
+
+
+@pytest.fixture(autouse=True)
+def stops_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A proxy stopped in a stub's own thread waits for that stub in vain."""
+    monkeypatch.setattr(release, "STOP_S", 0.2)
 
 
 @pytest_asyncio.fixture

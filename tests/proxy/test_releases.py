@@ -345,7 +345,6 @@ async def test_more_than_a_bounded_number_of_them_are_not_begun(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(release, "MOST", 3)
-    monkeypatch.setattr(release, "STOP_S", 0.1)
     c = cluster()
     c.decode[0].on_release = hang
     await leave_the_decode_leg(c, client, 5)
@@ -394,6 +393,7 @@ async def test_a_proxy_that_stops_frees_what_it_cuts_off(
         decode=[engines[2].address],
         policy="disagg",
     )
+    monkeypatch.setattr(release, "STOP_S", 2.0)
     monkeypatch.setattr(release, "SETTLED_S", 0.5)
     engines[2].behaviour = hang
     with live(settings, grace_s=0) as proxy:
@@ -410,7 +410,6 @@ async def test_a_proxy_that_stops_waits_for_no_release_that_hangs(
     client: aiohttp.ClientSession,
     engines: list[StubEngine],
 ) -> None:
-    monkeypatch.setattr(release, "STOP_S", 0.2)
     settings = ProxySettings(
         model=MODEL,
         prefill=[engines[0].address],
