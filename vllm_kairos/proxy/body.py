@@ -157,8 +157,8 @@ class Body:
           it is not.
         - ``prompt_embeds`` are prompts of their own beside `prompt`.
         - Limits that are no integers, or that contradict one another, are for
-          the engine that sees them all: the prefill leg hides them, and KV
-          that nobody fetches stays on a prefill node for minutes.
+          the engine that sees them all: the prefill leg hides them, and would
+          be work for nothing.
         """
         get = self.fields.get
         for name in ("n", "best_of"):

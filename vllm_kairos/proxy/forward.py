@@ -41,8 +41,8 @@ class NodeFailure(Exception):
     Attributes:
         node: The node.
         reached: Whether the request may have reached it. A KV handle that
-            may have reached an engine is never used again: the blocks it
-            names may be gone or hold another prompt.
+            may have reached an engine is never served from again: the blocks
+            it names may be gone or hold another prompt.
     """
 
     def __init__(self, node: Node, reason: str, reached: bool):

@@ -113,8 +113,8 @@ class Dispatcher:
     def _too_long(self, job: Job) -> bool:
         """Whether the engines will refuse it for its length.
 
-        A prefill leg would pass, being asked for one token, and its KV stay
-        on the prefill node for minutes when the decode node then refuses.
+        A prefill leg would pass, being asked for one token, and be work for
+        nothing when the decode node then refuses.
         """
         most, limit = job.body.output_tokens, self._service.max_model_len
         if most is None or limit is None:

@@ -103,7 +103,7 @@ class ProxyMetrics:
         self._errors = counter("errors", "Failures of a node.", "node", "reason")
         self._releases = counter(
             "kv_releases",
-            "KV on a prefill node that its client left there, by what became of it.",
+            "KV that a request left on its prefill node, by what became of it.",
             "outcome",
         )
         self._reports = counter("state_reports", "State reports by verdict.", "verdict")
@@ -176,7 +176,7 @@ class ProxyMetrics:
         self._errors.labels(node, reason).inc()
 
     def released(self, outcome: str) -> None:
-        """KV was freed, or given up; vLLM's time-out frees it then."""
+        """KV left behind was freed, or given up to vLLM's time-out."""
         self._releases.labels(outcome).inc()
 
     def reports(self, verdict: str) -> None:

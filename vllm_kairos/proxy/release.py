@@ -90,7 +90,7 @@ class HeldKV:
 
 
 class Releases:
-    """Sends them, a few at a time, each for a short while, behind all requests.
+    """Sends releases, a few at a time, and each gives up after a short while.
 
     Args:
         session: The proxy's session.
