@@ -118,8 +118,9 @@ async def test_the_clients_key_goes_with_the_release_but_not_its_request_id(
     assert seen[0]["X-Request-Id"] != "mine"
 
 
+@pytest.mark.parametrize("named_still", [True, False])
 async def test_an_engine_that_has_the_decode_leg_frees_the_kv_itself(
-    cluster: MakeCluster, client: aiohttp.ClientSession
+    cluster: MakeCluster, client: aiohttp.ClientSession, named_still: bool
 ) -> None:
     c = cluster(with_state=True)
     await c.reports_arrived()
@@ -132,6 +133,12 @@ async def test_an_engine_that_has_the_decode_leg_frees_the_kv_itself(
     c.decode[0].behaviour = admitted
     asked = ask(c, client)
     await until(lambda: len(c.decode[0].requests) == 1)
+    if not named_still:
+        # Reports name the latest alone.
+        node = c.proxy.kairos.service.fleet[c.decode[0].address]
+        await until(lambda: bool(node.report.admitted))
+        c.decode[0].state = report()
+        await until(lambda: not node.report.admitted)
     asked.cancel()
     await asyncio.sleep(0.3)
     assert not c.decode[0].releases
