@@ -225,7 +225,7 @@ def run_twins(
         twins.step()
     assert twins.finished == len(jobs) == len(twins.engine.finished)
     assert twins.node.kv.free_blocks == twins.node.kv.total
-    assert twins.node.overrides == twins.engine.scheduler._chunks.overrides
+    assert twins.node.chunks.overrides == twins.engine.scheduler._chunks.overrides
     return twins
 
 
@@ -253,5 +253,5 @@ def test_the_random_workloads_preempt_hold_back_and_deflect() -> None:
     """Otherwise the tests above would show little."""
     twins = [run_twins(seed) for seed in range(20)]
     assert sum(t.preemptions > 0 for t in twins) >= 5
-    assert sum(t.node.overrides > 0 for t in twins) >= 3
+    assert sum(t.node.chunks.overrides > 0 for t in twins) >= 3
     assert all(r.remote == Remote.NONE for t in twins for r in t.node.running)

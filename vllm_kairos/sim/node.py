@@ -12,17 +12,9 @@ over the same arrivals.
 
 from __future__ import annotations
 
-import math
-
-from vllm_kairos.core.chunk_rule import (
-    ChunkRule,
-    Claim,
-    PlannedRule,
-    share_by_slack,
-    still_refused,
-)
-from vllm_kairos.core.overdue import OverdueTurns
+from vllm_kairos.core.chunk_rule import ChunkRule, PlannedRule
 from vllm_kairos.core.step_load import StepLoad
+from vllm_kairos.sim.chunks import ChunkLimits, Limiter
 from vllm_kairos.sim.engine_request import EngineRequest, Leg, Phase, Remote
 from vllm_kairos.sim.kv_cache import CachedBlocks, CountedBlocks
 from vllm_kairos.sim.queues import NodeLimits, WaitingQueue
@@ -49,7 +41,7 @@ class Node:
         load: What that step holds.
         preempted: Legs preempted by the last `schedule`.
         joined: Legs that joined `running` in it.
-        overrides: Steps that gave a held prefill a chunk without headroom.
+        chunks: Bounds the prefills of its steps.
     """
 
     __slots__ = (
@@ -71,13 +63,7 @@ class Node:
         "load",
         "preempted",
         "joined",
-        "overrides",
-        "_limiting",
-        "_shares",
-        "_free_before",
-        "_overdue",
-        "_turn",
-        "_bound_ms",
+        "chunks",
     )
 
     def __init__(self, name: str, limits: NodeLimits, rule: ChunkRule | None = None):
@@ -101,14 +87,7 @@ class Node:
         self.load = StepLoad()
         self.preempted: list[EngineRequest] = []
         self.joined: list[EngineRequest] = []
-        self.overrides = 0
-        self._limiting = False
-        self._shares: dict[EngineRequest, int] | None = None
-        self._free_before = (0, 0)
-        self._overdue: OverdueTurns[EngineRequest] = OverdueTurns()
-        #: Who has the turn, its tokens, and whether they are over the bound.
-        self._turn: tuple[EngineRequest, int, bool] | None = None
-        self._bound_ms = math.inf
+        self.chunks = ChunkLimits(self, self.rule)
 
     # ------------------------------------------------------------- requests
 
@@ -164,14 +143,13 @@ class Node:
         ):
             return True
         self.scheduled = []
-        self._start_limiting()
-        budget = self._schedule_running(now_ms, self.limits.budget_tokens)
+        limit = self.chunks.prepare(now_ms)
+        budget = self._schedule_running(limit, self.limits.budget_tokens)
         if not self.preempted:
-            self._schedule_waiting(now_ms, budget)
+            self._schedule_waiting(limit, budget)
         if not self.scheduled:
             return False
-        if self._shares:
-            self._note_refused(self._shares)
+        self.chunks.note_scheduled(self.scheduled)
         self._note_step()
         return True
 
@@ -197,15 +175,15 @@ class Node:
         self.decode_kv_tokens += count
         return True
 
-    def _schedule_running(self, now_ms: float, budget: int) -> int:
+    def _schedule_running(self, limit: Limiter | None, budget: int) -> int:
         running = self.running
         kv = self.kv
         place = 0
         while place < len(running) and budget > 0:
             request = running[place]
             tokens = min(request.tokens - request.computed, budget)
-            if self._limiting:
-                tokens = self._limit(request, request.computed, tokens, now_ms)
+            if limit is not None:
+                tokens = limit(request, request.computed, tokens)
             if tokens == 0:
                 place += 1
                 continue
@@ -259,7 +237,7 @@ class Node:
             return self.waiting if ours else self.aside
         return self.waiting if self.waiting else self.aside if self.aside else None
 
-    def _schedule_waiting(self, now_ms: float, budget: int) -> None:
+    def _schedule_waiting(self, limit: Limiter | None, budget: int) -> None:
         skipped: list[EngineRequest] = []
         kv = self.kv
         while budget > 0 and len(self.running) < self.limits.max_num_seqs:
@@ -287,8 +265,8 @@ class Node:
                     self.loads.append((request, request.prompt - hit))
                     continue
             tokens = min(request.tokens - computed, budget)
-            if self._limiting:
-                tokens = self._limit(request, computed, tokens, now_ms)
+            if limit is not None:
+                tokens = limit(request, computed, tokens)
                 if tokens == 0:
                     skipped.append(queue.pop())
                     continue
@@ -319,125 +297,13 @@ class Node:
         request.joining = True
         del self.arrived[request]
 
-    # --------------------------------------------------------------- limits
-
-    def _start_limiting(self) -> None:
-        """As ``KairosScheduler._get_new_tokens_limiter``."""
-        decodes = self.decodes + len(self.arrived)
-        self._shares = None
-        self._turn = None
-        self._overdue.step_over()
-        self._limiting = bool(self.deflected) or (
-            self.rule.limits_ordinary and decodes > 0
-        )
-        if not self._limiting:
-            return
-        kv_tokens = self.decode_kv_tokens + sum(r.computed for r in self.arrived)
-        self.load = StepLoad(decodes, kv_tokens, decodes)
-        limit_ms = self.rule.limit_ms
-        self._bound_ms = math.inf if limit_ms is None else limit_ms
-        self._overdue.start()
-        if self._overdue.holder is not None:
-            self._keep_turn(self._overdue.holder)
-        if self.rule.by_slack and len(self.deflected) > 1:
-            self._shares = self._share_by_slack()
-
-    def _keep_turn(self, request: EngineRequest) -> None:
-        """As ``ChunkLimits._keep_turn``."""
-        if request.phase == Phase.DECODE or request.tokens == request.end:
-            return
-        held = request in self.deflected
-        load = self.load
-        wanted = request.tokens - request.computed
-        tracker = request.tracker if held else None
-        chunk = self.rule.chunk(load, request.computed, wanted, tracker)
-        if chunk and held and self.rule.by_slack:
-            return
-        tokens = min(wanted, self.limits.smallest_chunk_tokens)
-        load.add_prefill(tokens, request.computed)
-        load.guarded |= held
-        self._turn = request, tokens, chunk < tokens
-
-    def _share_by_slack(self) -> dict[EngineRequest, int]:
-        held = dict(enumerate(self.deflected))
-        blocks = self.kv.free_blocks
-        seats = self.limits.max_num_seqs - len(self.running)
-        size = self.limits.block_size
-        shares = share_by_slack(
-            self.rule,
-            self.load,
-            [
-                Claim(
-                    str(place),
-                    request.computed,
-                    request.tokens - request.computed,
-                    request.tracker,
-                    request.due_ms,
-                    -(-request.tokens // size) + -request.computed // size,
-                    request.phase == Phase.PREFILL,
-                )
-                for place, request in held.items()
-                if request.tracker is not None
-                and not still_refused(request.refused, blocks, seats)
-                and not (self._turn and self._turn[0] is request)
-            ],
-            self.limits.budget_tokens,
-            blocks,
-            seats,
-        )
-        self._free_before = blocks, seats
-        by_request = {held[int(place)]: tokens for place, tokens in shares.items()}
-        for request, tokens in by_request.items():
-            if tokens:
-                self._overdue.served(request.due_ms)
-        return by_request
-
-    def _note_refused(self, shares: dict[EngineRequest, int]) -> None:
-        """As ``KairosScheduler._note_refused``."""
-        taken = {request for request, _ in self.scheduled}
-        for request, share in shares.items():
-            if share:
-                request.refused = None if request in taken else self._free_before
-
-    def _limit(
-        self, request: EngineRequest, computed: int, tokens: int, now_ms: float
-    ) -> int:
-        held = request in self.deflected
-        load = self.load
-        if not held and (request.phase == Phase.DECODE or request in self.awaiting):
-            return tokens
-        if self._turn is not None and self._turn[0] is request:
-            _, kept, over = self._turn
-            self.overrides += over
-            request.other_tokens = load.tokens - kept
-            self._overdue.held_back(request, request.due_ms)
-            return min(tokens, kept)
-        tracker = request.tracker if held else None
-        shared = self._shares is not None and request in self._shares
-        if shared:
-            assert self._shares is not None
-            granted = min(tokens, self._shares[request])
-        else:
-            granted = self.rule.chunk(load, computed, tokens, tracker)
-        if held:
-            request.other_tokens = load.tokens
-        if granted:
-            self._overdue.served(request.due_ms)
-        elif now_ms > request.due_ms:
-            # Held back for ever it would starve.
-            self._overdue.held_back(request, request.due_ms)
-        if granted and not shared:
-            load.add_prefill(granted, computed)
-            load.guarded |= held
-        return granted
-
     def _note_step(self) -> None:
         """Advance the requests and take stock of the step.
 
         The single token by which a request joins whose KV has arrived counts
         as a decode: it costs what a decode costs.
         """
-        load = StepLoad(limit_ms=self._bound_ms)
+        load = StepLoad(limit_ms=self.chunks.bound_ms)
         for request, tokens in self.scheduled:
             before = request.computed
             after = request.computed = before + tokens
