@@ -12,7 +12,7 @@ from tests.profiling.stub_engine import StubEngine
 from tests.profiling.synthetic import COLUMNS, TRUTH, step_rows, synthetic_steps
 from vllm_kairos.cli import main
 from vllm_kairos.files import UserError, load_profile
-from vllm_kairos.profiling import collect, plan
+from vllm_kairos.profiling import collect, plan, run
 from vllm_kairos.profiling.build import build_profile
 from vllm_kairos.profiling.client import Served
 from vllm_kairos.profiling.collect import Target, profile_engine
@@ -72,7 +72,7 @@ async def test_a_run_that_was_broken_off_resumes_where_it_stopped(
 ):
     async with StubEngine(tmp_path / "log.csv") as engine:
         ran: list[str] = []
-        whole = collect._Run._cell
+        whole = run.Run._cell
 
         async def breaking(self, name, segment, work):
             if len(ran) == 6:
@@ -81,7 +81,7 @@ async def test_a_run_that_was_broken_off_resumes_where_it_stopped(
                 ran.append(name)
             await whole(self, name, segment, work)
 
-        monkeypatch.setattr(collect._Run, "_cell", breaking)
+        monkeypatch.setattr(run.Run, "_cell", breaking)
         with pytest.raises(KeyboardInterrupt):
             await profile_engine(_target(engine, tmp_path))
         progress = json.loads((tmp_path / "out" / "stub.progress.json").read_text())
@@ -96,14 +96,14 @@ async def test_a_run_that_was_broken_off_resumes_where_it_stopped(
                 ran_limit_off.append(name)
             await whole(self, name, segment, work)
 
-        monkeypatch.setattr(collect._Run, "_cell", counting)
+        monkeypatch.setattr(run.Run, "_cell", counting)
         profile = await profile_engine(_target(engine, tmp_path))
     assert not set(first) & set(ran_limit_off)
     assert profile.provenance["cells"] == len(first) + len(ran_limit_off) - 1
 
 
 async def test_a_log_of_another_engine_is_noticed(tmp_path, monkeypatch):
-    monkeypatch.setattr(collect, "_FIRST_ROWS_S", 0.1)
+    monkeypatch.setattr(run, "_FIRST_ROWS_S", 0.1)
     async with StubEngine(tmp_path / "log.csv") as engine:
         engine.logs = False
         with pytest.raises(UserError, match=r"no step was added.*its own step log"):
@@ -138,7 +138,7 @@ async def test_another_configuration_of_the_same_model_is_not_continued(
     async def broken(self):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(collect._Run, "everything", broken)
+    monkeypatch.setattr(run.Run, "everything", broken)
     async with StubEngine(tmp_path / "log.csv") as engine:
         first = _target(engine, tmp_path)
         with pytest.raises(KeyboardInterrupt):
@@ -239,14 +239,14 @@ async def test_replays_have_several_rates_and_the_lengths_of_the_trace(tmp_path)
         "http://u", tmp_path / "log.csv", tmp_path / "p.json", 60.0, lengths=lengths
     )
     session = Session(target.output, {})
-    run = collect._Run(target, None, plan.Bounds(4096, 65_536, 32), session)
+    one = run.Run(target, None, plan.Bounds(4096, 65_536, 32), session)
     cells = []
 
     async def keep(name, segment, work):
         cells.append((segment, work.args[1], work.args[2]))
 
-    run._cell = keep
-    await run._replay(1, 1.0, last=True)
+    one._cell = keep
+    await one._replay(1, 1.0, last=True)
     rates: dict[str, float] = {}
     for segment, requests, duration_s in cells:
         assert {(r.prompt_tokens, r.output_tokens) for r in requests} <= set(lengths)
