@@ -268,3 +268,17 @@ def test_a_count_of_a_rare_event_is_told_with_its_spread() -> None:
     low, high = told["ci95"]
     assert 6 <= low < 10.25 < high <= 20
     assert spread([3, 3, 3], 3)["ci95"] == [3.0, 3.0]
+
+
+@pytest.mark.parametrize("noise", ["0", "0.05"])
+def test_nodes_that_wait_for_one_anothers_kv_are_told_in_one_line(
+    noise: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # Nodes that prefill for one another: with noise all stand still, without one
+    # of them goes on for ever with a prompt that never fits.
+    words = ["--requests", "200", "--rate", "10", "--seeds", "7", "--policy", "taichi"]
+    words += ["--kv-tokens", "70000", "--model-noise", noise]
+    assert main(["simulate", "--no-progress", "--jobs", "1", *words]) == 2
+    told = capsys.readouterr().err
+    assert "policy taichi: " in told and "requests are stuck for want of KV" in told
+    assert told.count("\n") == 1

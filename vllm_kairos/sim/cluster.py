@@ -11,12 +11,11 @@ from __future__ import annotations
 import heapq
 import math
 import random
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from vllm_kairos.core.chunk_rule import ChunkRule
-from vllm_kairos.core.link import LinkModel
 from vllm_kairos.core.policies.base import (
     Decoding,
     Move,
@@ -28,55 +27,17 @@ from vllm_kairos.core.route import Route
 from vllm_kairos.core.step_load import StepLoad
 from vllm_kairos.core.step_model import StepModel
 from vllm_kairos.files import UserError
-from vllm_kairos.sim.dispatch import Dispatcher, EagerDispatcher, LateDispatcher
+from vllm_kairos.sim.cluster_settings import ClusterSettings, ModelError
+from vllm_kairos.sim.dispatch import EagerDispatcher, LateDispatcher
 from vllm_kairos.sim.engine_request import EngineRequest, Leg, Phase, UserRequest
 from vllm_kairos.sim.links import Links
-from vllm_kairos.sim.node import Node, NodeLimits
+from vllm_kairos.sim.node import Node
+from vllm_kairos.sim.queues import NodeLimits
 from vllm_kairos.sim.reports import NodeReports
 from vllm_kairos.sim.traces import TraceRow
 
-
-@dataclass(frozen=True, slots=True)
-class ModelError:
-    """How truth differs from prediction.
-
-    Attributes:
-        bias: True step times are ``1 + bias`` times the predicted.
-        noise: Standard deviation of the log of a further factor, lognormal
-            with median 1.
-    """
-
-    bias: float = 0.0
-    noise: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class ClusterSettings:
-    """Everything about a cluster but its policy and its workload.
-
-    Attributes:
-        model: Step times, as the policies predict them.
-        link: KV size and link; `None` where transfers are free.
-        limits: Limits of every node, before a policy's own plan.
-        prefill_nodes: ``N_p``.
-        decode_nodes: ``N_d``.
-        heartbeat_ms: Age of what reports tell, ``Delta_h``.
-        error: Of the predictions.
-        rule: Makes the chunk rule of a node, given its name.
-        dispatcher: Makes the dispatcher of a run.
-        models: Step times of the nodes, by name, that differ from `model`.
-    """
-
-    model: StepModel
-    link: LinkModel | None = None
-    limits: NodeLimits = field(default_factory=NodeLimits)
-    prefill_nodes: int = 2
-    decode_nodes: int = 2
-    heartbeat_ms: float = 100.0
-    error: ModelError = field(default_factory=ModelError)
-    rule: Callable[[str], ChunkRule] | None = None
-    dispatcher: Callable[[Cluster, Policy], Dispatcher] | None = None
-    models: Mapping[str, StepModel] = field(default_factory=dict)
+#: Virtual time without an arrival or a token after which a cluster is stuck.
+_STUCK_MS = 3_600_000.0
 
 
 class SimNode(Node):
@@ -141,6 +102,8 @@ class Cluster:
         self._events: list[tuple[float, int, Callable[[Any], None], Any]] = []
         self._number = 0
         self._open = 0
+        #: When the cluster is stuck, unless something happens before.
+        self._stuck_ms = math.inf
         self._held: dict[tuple[UserRequest, str], tuple[SimNode, EngineRequest]] = {}
         self._rows = rows
         plans = policy.plan(self._context())
@@ -192,7 +155,8 @@ class Cluster:
         """Serve the workload to its end.
 
         Raises:
-            UserError: A request does not fit a node's KV cache.
+            UserError: A request does not fit a node's KV cache, or nodes that
+                are full wait for one another.
         """
         rows = self._rows
         limits = self.settings.limits
@@ -213,17 +177,35 @@ class Cluster:
         while events or coming is not None:
             if coming is not None and (not events or coming.arrival_ms <= events[0][0]):
                 self.now_ms = coming.arrival_ms
+                self._stuck_ms = coming.arrival_ms + _STUCK_MS
                 self.dispatcher.arrive(coming)
                 coming = next(arrivals, None)
                 continue
             time_ms, _, call, argument = heapq.heappop(events)
             if time_ms < self.now_ms:
                 raise RuntimeError("an event lies in the past")
+            if time_ms > self._stuck_ms:
+                break
             self.now_ms = time_ms
             call(argument)
         if self._open:
-            raise RuntimeError(f"{self._open} requests were never finished")
+            raise self._stuck()
         return self.requests
+
+    def _stuck(self) -> Exception:
+        """Why requests were never finished."""
+        full = [node.name for node in self.nodes.values() if node.waiting]
+        if not full:
+            return RuntimeError(f"{self._open} requests were never finished")
+        # Prefilled KV stays until it is read, which takes blocks elsewhere, and
+        # a node that keeps some and wants more waits; vLLM's connectors drop it
+        # after minutes, and the requests with it.
+        return UserError(
+            f"policy {self.policy.name}: {self._open} of {len(self.requests)} "
+            f"requests are stuck for want of KV blocks on {', '.join(full)}, expected "
+            f"nodes with more than {self.settings.limits.kv_tokens} KV tokens, or a "
+            "lower rate"
+        )
 
     # ------------------------------------------------------------- dispatch
 
@@ -321,6 +303,8 @@ class Cluster:
         start = node.step_start_ms
         node.rule.observe(load, node.predicted_ms, now - start)
         got, done = node.finish_step()
+        if got:
+            self._stuck_ms = now + _STUCK_MS
         for request in got:
             user = request.user
             if request.leg == Leg.PREFILL:
@@ -424,3 +408,6 @@ class Cluster:
         request.user.migrations += 1
         outputs = len(request.user.token_ms)
         self._hand_over(node, request, target, outputs=outputs)
+
+
+__all__ = ["Cluster", "ClusterSettings", "ModelError", "SimNode"]
