@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import signal
 import subprocess
@@ -13,6 +14,7 @@ import pytest
 
 from vllm_kairos.cli import COMMANDS, main
 from vllm_kairos.files import UserError, check_output_directory, check_output_file
+from vllm_kairos.given import given_flags, refuse_unread
 
 
 def test_without_a_command_the_help_is_shown_and_the_code_is_2(
@@ -58,6 +60,44 @@ def test_every_flag_says_what_it_is_for(
         under = lines[place + 1 : place + 2]
         assert beside or (under and under[0].startswith(" " * 20)), lines[place]
     assert f"  vllm-kairos {name} " in "\n".join(lines), "there is no example"
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--alpha 1.3", "--alpha is not used with --scheduling-policy round_robin"),
+        ("--state-max-age-ms 1000", "--state-max-age-ms is not used without --engine-"),
+    ],
+)
+def test_a_flag_of_the_proxy_that_nothing_reads_is_refused_also_at_its_default(
+    flags: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    nodes = ["--model", "m", "--prefill", "p:1", "--decode", "d:1"]
+    assert main(["proxy", *nodes, *flags.split()]) == 2
+    error = capsys.readouterr().err
+    assert said in error and error.count("\n") == 1
+
+
+def test_flags_given_are_told_from_those_left_out() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rate", "-r", type=int, default=4)
+    parser.add_argument("--name", default="4")
+    parser.add_argument("--on", action="store_true")
+    parser.add_argument("--option", action="append", default=["a"])
+    parser.add_argument("rest", nargs="*", metavar="WORD")
+    assert given_flags(parser, []) == {}
+    assert given_flags(parser, ["-r", "4"]) == {"rate": "--rate"}
+    words = ["--on", "--option", "b", "--na", "4", "w"]
+    assert given_flags(parser, words) == {
+        "name": "--name",
+        "on": "--on",
+        "option": "--option",
+        "rest": "WORD",
+    }
+
+
+def test_flags_that_somebody_else_parsed_are_not_refused() -> None:
+    refuse_unread(argparse.Namespace(rate=4), "with --capacity", ("rate",))
 
 
 def signalled(

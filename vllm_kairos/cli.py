@@ -2,9 +2,9 @@
 """The `vllm-kairos` command: finds the sub-command and runs it.
 
 A sub-command is a module with ``add_arguments(parser)`` and
-``run(args) -> int``; its docstring is its help. It is imported only when it is
-asked for, so that `vllm-kairos patch` works where vLLM, scikit-learn or FastAPI
-are missing.
+``run(args) -> int``; its docstring is its help. ``args.given`` tells it which
+flags were given. It is imported only when it is asked for, so that
+`vllm-kairos patch` works where vLLM, scikit-learn or FastAPI are missing.
 """
 
 from __future__ import annotations
@@ -103,6 +103,7 @@ def _run(words: list[str]) -> int:
         return 2
     # Imported here, where a signal finds its handler in place.
     from vllm_kairos.files import UserError
+    from vllm_kairos.given import given_flags
 
     module = importlib.import_module(COMMANDS[name][0])
     parser = _Parser(
@@ -112,6 +113,7 @@ def _run(words: list[str]) -> int:
     )
     module.add_arguments(parser)
     args = parser.parse_args(words[1:])
+    args.given = given_flags(parser, words[1:])
     try:
         with cleaning_up():
             return int(module.run(args))

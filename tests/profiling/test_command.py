@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+import argparse
 import json
 
 import numpy as np
@@ -9,7 +10,8 @@ import pytest
 from tests.profiling.synthetic import synthetic_steps, write_steps
 from vllm_kairos.cli import main
 from vllm_kairos.files import UserError, load_profile
-from vllm_kairos.profiling.flags import parse_budget_s
+from vllm_kairos.profiling.command import add_arguments
+from vllm_kairos.profiling.flags import READ, parse_budget_s
 from vllm_kairos.profiling.report import added_ms, measured_added_ms
 from vllm_kairos.profiling.steps import read_steps, steps_of
 
@@ -263,6 +265,34 @@ def test_a_failed_fit_leaves_no_file(tmp_path, capsys):
             "--step-log is not used with --model",
         ),
         (
+            ["--validate", "p.json", "--from-steps", "a", "--seed", "0"],
+            "--seed is not used with --validate",
+        ),
+        (
+            ["--report", "p.json", "--budget", "30m"],
+            "--budget is not used with --report",
+        ),
+        (
+            ["--report", "p.json", "--engine", "e"],
+            "--engine is not used with --report without --from-steps",
+        ),
+        (
+            ["--from-steps", "a", "--output", "x", "--kv-dtype", "auto"],
+            "--kv-dtype is not used with --from-steps",
+        ),
+        (
+            ["--url", "http://u", "--step-log", "l", "--output", "x", "--engine", "e"],
+            "--engine is not used with --url",
+        ),
+        (
+            ["--model", "m", "--output", "p", "--engine", "e"],
+            "--engine is not used with --model",
+        ),
+        (
+            ["--report", "p.json", "--", "--port", "1"],
+            "-- ARG is not used with --report",
+        ),
+        (
             ["--model", "m", "--output", "p", "--", "--port", "1"],
             "--port after -- is set by the profiler",
         ),
@@ -278,6 +308,13 @@ def test_flags_that_do_not_fit_together_are_told_in_one_line(
     assert len(lines) == 1
     assert named in lines[0]
     assert list(tmp_path.iterdir()) == []
+
+
+def test_every_flag_is_read_by_something_that_can_be_asked_for():
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    known = {action.dest for action in parser._actions} - {"help"}
+    assert {name for names in READ.values() for name in names} == known
 
 
 @pytest.mark.parametrize(

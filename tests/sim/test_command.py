@@ -148,7 +148,11 @@ def test_prefix_hits_of_a_trace_with_hashes_shorten_prefill(tmp_path: Path) -> N
         (["--kv-tokens", "1000"], "are more than the 992 KV tokens of a node"),
         (["--profile", "h100"], "no such file, and not one of the shipped profiles"),
         (["--jobs", "0"], "--jobs 0: expected a whole number >= 1"),
-        (["--ablate", "--policy", "sq"], "--policy sq: expected none with --ablate"),
+        (["--ablate", "--policy", "sq"], "--policy is not used with --ablate"),
+        (["--capacity", "--rate", "9"], "--rate is not used with --capacity"),
+        (["--rate", "6..9", "--plan"], "--rate is not used with --plan"),
+        (["--arrivals", "poisson", "--cv", "2"], "--cv is not used with --arrivals po"),
+        (["--cv", "1.3", "--arrivals", "own"], "--cv is not used with --arrivals own"),
         (["--ablate", "--tau-ms", "1"], "kairos meets the SLOs at no rate"),
     ],
 )

@@ -8,13 +8,22 @@ import re
 from pathlib import Path
 
 from vllm_kairos.files import UserError, check_output_directory, check_output_file
+from vllm_kairos.given import refuse_unread
 
 _UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
 _LEAST_BUDGET_S = 20.0
 #: Largest seed that NumPy's older generators take.
 _LARGEST_SEED = 2**32 - 1
-#: Flags of measuring alone that have no default.
-_MEASURING = ("step_log", "report_address", "prefill_url", "trace")
+_FITTED = ("output", "json", "name", "model", "hardware", "seed")
+_MEASURED = (*_FITTED, "budget", "trace", "kv_dtype", "tensor_parallel_size")
+#: What is read by each thing that can be asked for.
+READ: dict[str, tuple[str, ...]] = {
+    "report": ("report", "from_steps", "engine", "output", "json"),
+    "validate": ("validate", "from_steps", "engine", "json"),
+    "from_steps": ("from_steps", "engine", *_FITTED),
+    "url": ("url", "step_log", "report_address", "prefill_url", *_MEASURED),
+    "model": ("serve_args", "prefill_url", *_MEASURED),
+}
 #: Files that measuring writes beside the profile.
 _WRITTEN_SUFFIXES = (
     ".steps.csv",
@@ -48,7 +57,9 @@ def check_flags(args: argparse.Namespace) -> None:
     """
     if args.report and args.validate:
         raise UserError("--report and --validate given, expected one of them")
-    _check_unheard(args)
+    if args.url and args.from_steps:
+        raise UserError("--url and --from-steps given, expected one of them")
+    _check_read(args)
     if args.report:
         if args.output:
             check_output_directory(args.output, "--output")
@@ -57,8 +68,6 @@ def check_flags(args: argparse.Namespace) -> None:
         if not args.from_steps:
             raise UserError("--validate needs --from-steps with steps to test on")
         return
-    if args.url and args.from_steps:
-        raise UserError("--url and --from-steps given, expected one of them")
     if not (args.url or args.from_steps or args.model):
         raise UserError(
             "nothing to do, expected --model, --url, --from-steps, --validate or "
@@ -77,8 +86,6 @@ def check_flags(args: argparse.Namespace) -> None:
         )
     if args.prefill_url and not args.url:
         raise UserError("--prefill-url needs --url, the engine that fetches the KV")
-    if args.serve_args and (args.url or args.from_steps):
-        raise UserError("arguments after -- are for vllm serve, expected --model only")
     parse_budget_s(args.budget)
     if args.tensor_parallel_size < 1:
         raise UserError(
@@ -86,23 +93,15 @@ def check_flags(args: argparse.Namespace) -> None:
         )
 
 
-def _check_unheard(args: argparse.Namespace) -> None:
-    """Refuse a flag that what was asked for does not use."""
-    flags: tuple[str, ...]
-    if args.validate:
-        doing, flags = "--validate", ("output", "model", "url", *_MEASURING)
-    elif args.report:
-        doing, flags = "--report", ("model", "url", *_MEASURING)
-    elif args.from_steps:
-        doing, flags = "--from-steps", _MEASURING
-    elif args.url:
-        return
-    else:
-        doing, flags = "--model", ("step_log", "report_address")
-    for name in flags:
-        if getattr(args, name):
-            flag = name.replace("_", "-")
-            raise UserError(f"--{flag} is not used with {doing}, expected it left out")
+def _check_read(args: argparse.Namespace) -> None:
+    """Refuse a flag that what was asked for does not read."""
+    for asked, read in READ.items():
+        if getattr(args, asked):
+            flag = "--" + asked.replace("_", "-")
+            refuse_unread(args, f"with {flag}", read=read)
+            break
+    if args.report and not args.from_steps:
+        refuse_unread(args, "with --report without --from-steps", ("engine",))
 
 
 def _check_inputs_kept(args: argparse.Namespace) -> None:

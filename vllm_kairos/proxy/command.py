@@ -28,6 +28,7 @@ import urllib.request
 import uvicorn
 
 from vllm_kairos.files import UserError
+from vllm_kairos.given import refuse_unread
 from vllm_kairos.proxy.app import make_app
 from vllm_kairos.proxy.flags import (
     ProxySettings,
@@ -69,6 +70,7 @@ def run(args: argparse.Namespace) -> int:
     settings = settings_from_args(args)
     if args.stop_grace_s < 0:
         raise UserError(f"--stop-grace-s is {args.stop_grace_s}, expected at least 0")
+    _check_read(args, settings)
     # The port before the nodes: who cannot start has no use for their warnings.
     with listen(args.host, args.port) as listener:
         check_models(settings)
@@ -84,6 +86,18 @@ def run(args: argparse.Namespace) -> int:
         )
         uvicorn.Server(config).run(sockets=[listener])
     return 0
+
+
+def _check_read(args: argparse.Namespace, settings: ProxySettings) -> None:
+    """Refuse a flag that nothing reads as the others are."""
+    policy = settings.make_policy()
+    if policy.blind:
+        # The other margins bound the schedule of a prompt that falls back to a
+        # decode node, under any policy.
+        where = f"with --scheduling-policy {args.scheduling_policy}"
+        refuse_unread(args, where, ("alpha",))
+    if not settings.engine_state:
+        refuse_unread(args, "without --engine-state", ("state_max_age_ms",))
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -29,8 +29,10 @@ from typing import Any
 from vllm_kairos.core.policies import policies
 from vllm_kairos.core.policies.kairos import PARTS
 from vllm_kairos.files import UserError, check_output_directory, write_atomically
+from vllm_kairos.given import refuse_unread
 from vllm_kairos.sim.capacity import plan, rps99
 from vllm_kairos.sim.cells import Cell, PolicySpec, run_cells
+from vllm_kairos.sim.cluster_settings import ClusterSettings
 from vllm_kairos.sim.options import (
     add_cluster_arguments,
     add_run_arguments,
@@ -133,6 +135,7 @@ def run(args: argparse.Namespace) -> int:
     profile = profile_of(args.profile)
     settings = settings_of(args)
     cluster = cluster_of(args, profile)
+    _check_read(args, cluster)
     cv = args.cv
     if args.arrivals == "poisson":
         cv = 1.0
@@ -141,11 +144,6 @@ def run(args: argparse.Namespace) -> int:
     workload = workload_of(args.workload, args.requests, cv)
     policy = args.policy or ["disagg", "kairos-paper", "kairos"]
     if args.ablate:
-        if args.policy:
-            raise UserError(
-                f"--policy {' '.join(args.policy)}: expected none with --ablate, "
-                "which is of kairos"
-            )
         without = [f"kairos:{part}={value}" for part, value in PARTS.items()]
         policy = ["kairos", *without]
     specs = [parse_policy(text, settings) for text in policy]
@@ -217,6 +215,20 @@ def run(args: argparse.Namespace) -> int:
             sweep_figures(summary, args.output)
     print(sweep_table(summary["mean"], settings.tau_ms, len(seeds)))
     return 0
+
+
+def _check_read(args: argparse.Namespace, cluster: ClusterSettings) -> None:
+    """Refuse a flag that what was asked for does not read."""
+    if args.ablate:
+        refuse_unread(args, "with --ablate, which is of kairos", ("policy",))
+    for asked in ("capacity", "plan"):
+        if getattr(args, asked):
+            refuse_unread(args, f"with --{asked}, which finds the rate", ("rate",))
+    if "arrivals" in args.given and args.arrivals != "gamma":
+        refuse_unread(args, f"with --arrivals {args.arrivals}", ("cv",))
+    if cluster.link is None:
+        where = f"with --profile {args.profile}, which has no link"
+        refuse_unread(args, where, ("link_hops",))
 
 
 def _means(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
