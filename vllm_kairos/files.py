@@ -48,6 +48,8 @@ def check_output_directory(path: str | os.PathLike[str], flag: str) -> None:
         UserError: Why not.
     """
     target = Path(path)
+    if not os.fspath(path):
+        raise UserError(f"{flag} is empty, expected a directory")
     if target.exists() and not target.is_dir():
         raise UserError(f"{flag} {path}: is a file, expected a directory")
     above = target

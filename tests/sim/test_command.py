@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ import pytest
 
 from vllm_kairos.cli import main
 from vllm_kairos.core.policies.kairos import PARTS
+from vllm_kairos.sim import output
 from vllm_kairos.sim.paper_sections import spread
 
 FAST = ["--requests", "60", "--no-progress", "--jobs", "1"]
@@ -154,6 +156,23 @@ def test_prefix_hits_of_a_trace_with_hashes_shorten_prefill(tmp_path: Path) -> N
         (["--arrivals", "poisson", "--cv", "2"], "--cv is not used with --arrivals po"),
         (["--cv", "1.3", "--arrivals", "own"], "--cv is not used with --arrivals own"),
         (["--ablate", "--tau-ms", "1"], "kairos meets the SLOs at no rate"),
+        (["--policy", "sq", "disagg", "sq"], "--policy sq: given twice"),
+        (["--rate", "8", "6..9"], "--rate 8: given twice"),
+        (["--rate", ","], "--rate ,: expected numbers, there are none"),
+        (["--rate", "1..1e12"], "--rate 1..1e12: expected at most 10000 numbers"),
+        (["--rate", "1e300"], "--rate 1e+300: expected a number from 1e-6 to 1e6"),
+        (["--seeds", "1..3", "2"], "--seeds 2: given twice"),
+        (["--seeds", "99999999999999999999"], "whole numbers >= 0 (and <= 2^53)"),
+        (["--cv", "1e200"], "--cv 1e+200: expected a number <= 100"),
+        (["--cv", "nan"], "--cv nan: expected a number >= 0"),
+        (
+            ["--prefill", "100000000"],
+            "--prefill 100000000: expected a number <= 10,000",
+        ),
+        (["--model-noise", "1e300"], "--model-noise 1e+300: expected a number <= 5"),
+        (["--requests", "9" * 20], "expected a whole number <= 10,000,000"),
+        (["--output", ""], "--output is empty, expected a directory"),
+        (["--link-gb-per-s", "1e-300"], "an hour passes without an arrival or a token"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_two(
@@ -174,6 +193,67 @@ def test_a_bad_trace_row_is_told_by_line_and_field(
     trace.write_text("arrived_at,num_prefill_tokens,num_decode_tokens\n0,5,0\n")
     assert main(["simulate", *FAST, "--workload", str(trace)]) == 2
     assert "t.csv:2: num_decode_tokens is '0'" in capsys.readouterr().err
+
+
+VIDUR = "arrived_at,num_prefill_tokens,num_decode_tokens\n"
+HUGE_TIME = f'{{"timestamp": 1{"0" * 400}, "input_length": 5, "output_length": 3}}'
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "t:1: header is ''"),
+        (VIDUR, "t: no requests in it"),
+        (VIDUR + "-1,5,5\n", "t:2: arrived_at is '-1', expected a number >= 0"),
+        (VIDUR + "nan,5,5\n", "t:2: arrived_at is 'nan', expected a number >= 0"),
+        (VIDUR + "0,5\n", "t:2: num_decode_tokens is missing"),
+        (VIDUR + f"0,{'9' * 200_000},5\n", "t:2: not CSV (field larger than"),
+        (
+            "arrived_at," + VIDUR + "0,1,5,5\n",
+            "t:1: column 'arrived_at' is there",
+        ),
+        ("Timestamp,Request tokens,Response tokens\n1,0,0\n", "t: no requests in it"),
+        (HUGE_TIME, "t:1: timestamp is 1000"),
+        ('{"timestamp": 1' + "0" * 9000 + "}", "t:1: not JSON that can be read"),
+        ('{"a": ' + "[" * 100_000, "t:1: not JSON that can be read"),
+    ],
+)
+def test_a_trace_that_is_none_is_told_in_one_line(
+    text: str, said: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    trace = tmp_path / "t"
+    trace.write_text(text)
+    assert main(["simulate", *FAST, "--workload", str(trace)]) == 2
+    error = capsys.readouterr().err
+    assert said in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("command", "file"), [("simulate", "latency.png"), ("paper", "figure4.png")]
+)
+def test_a_folder_in_the_place_of_a_result_is_told_before_any_work(
+    command: str, file: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / file).mkdir()
+    assert main([command, *FAST, "--output", str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert f"--output {tmp_path}: {file} in it is a directory" in error
+    assert error.count("\n") == 1
+    assert [path.name for path in tmp_path.iterdir()] == [file]
+
+
+def test_a_disk_that_is_full_by_the_end_is_told_in_one_line(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: str, data: bytes) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", path)
+
+    monkeypatch.setattr(output, "write_atomically", full)
+    words = ["--policy", "disagg", "--output", str(tmp_path)]
+    assert main(["simulate", *FAST, *words]) == 2
+    error = capsys.readouterr().err
+    assert "summary.json: No space left on device" in error
+    assert error.count("\n") == 1
 
 
 def columns(printed: str) -> list[dict[str, str]]:
@@ -274,9 +354,15 @@ def test_a_count_of_a_rare_event_is_told_with_its_spread() -> None:
     assert spread([3, 3, 3], 3)["ci95"] == [3.0, 3.0]
 
 
-@pytest.mark.parametrize("noise", ["0", "0.05"])
+@pytest.mark.parametrize(
+    ("noise", "said"),
+    [
+        ("0", "an hour passes without an arrival or a token"),
+        ("0.05", "requests are stuck for want of KV blocks"),
+    ],
+)
 def test_nodes_that_wait_for_one_anothers_kv_are_told_in_one_line(
-    noise: str, capsys: pytest.CaptureFixture[str]
+    noise: str, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     # Nodes that prefill for one another: with noise all stand still, without one
     # of them goes on for ever with a prompt that never fits.
@@ -284,5 +370,5 @@ def test_nodes_that_wait_for_one_anothers_kv_are_told_in_one_line(
     words += ["--kv-tokens", "70000", "--model-noise", noise]
     assert main(["simulate", "--no-progress", "--jobs", "1", *words]) == 2
     told = capsys.readouterr().err
-    assert "policy taichi: " in told and "requests are stuck for want of KV" in told
+    assert "policy taichi: " in told and said in told
     assert told.count("\n") == 1

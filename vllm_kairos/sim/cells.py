@@ -146,7 +146,7 @@ def run_cells(
     if jobs == 1 or len(cells) == 1:
         results: Iterator[tuple[dict[str, Any], str]] = map(call, cells)
     else:
-        results = run_parallel(call, cells, jobs)
+        results = run_parallel(call, cells, min(jobs, len(cells)))
     yield from tqdm(
         results,
         total=len(cells),

@@ -185,7 +185,12 @@ class Cluster:
             if time_ms < self.now_ms:
                 raise RuntimeError("an event lies in the past")
             if time_ms > self._stuck_ms:
-                break
+                raise UserError(
+                    f"policy {self.policy.name}: an hour passes without an arrival or "
+                    f"a token, at {self.now_ms / 1e3:.0f} s with {self._open} of "
+                    f"{len(self.requests)} requests open, expected faster steps and "
+                    "links, or more KV tokens for prompts that never fit"
+                )
             self.now_ms = time_ms
             call(argument)
         if self._open:

@@ -22,13 +22,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from typing import Any
 
 from vllm_kairos.core.policies import policies
 from vllm_kairos.core.policies.kairos import PARTS
-from vllm_kairos.files import UserError, check_output_directory, write_atomically
+from vllm_kairos.files import UserError
 from vllm_kairos.given import refuse_unread
 from vllm_kairos.sim.capacity import plan, rps99
 from vllm_kairos.sim.cells import Cell, PolicySpec, run_cells
@@ -37,6 +36,7 @@ from vllm_kairos.sim.options import (
     add_cluster_arguments,
     add_run_arguments,
     check_jobs,
+    check_once,
     cluster_of,
     parse_numbers,
     parse_policy,
@@ -44,10 +44,16 @@ from vllm_kairos.sim.options import (
     settings_of,
     workload_of,
 )
-from vllm_kairos.sim.output import RowsFile
+from vllm_kairos.sim.output import RowsFile, check_files, write, writing
 from vllm_kairos.sim.results import mean_of
 from vllm_kairos.sim.tables import capacity_table, sweep_table, table
 from vllm_kairos.sim.workload import WORKLOADS
+
+FILES = (
+    "summary.json",
+    "requests.jsonl",
+    *("latency.png", "throughput.png", "attainment.png"),
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -146,6 +152,7 @@ def run(args: argparse.Namespace) -> int:
     if args.ablate:
         without = [f"kairos:{part}={value}" for part, value in PARTS.items()]
         policy = ["kairos", *without]
+    check_once("--policy", policy)
     specs = [parse_policy(text, settings) for text in policy]
     rates: list[float | None] = [None]
     if args.rate:
@@ -153,10 +160,12 @@ def run(args: argparse.Namespace) -> int:
     for rate in rates:
         if rate is not None and not rate > 0:
             raise UserError(f"--rate {rate:g}: expected a number > 0")
+        if rate is not None and not 1e-6 <= rate <= 1e6:
+            raise UserError(f"--rate {rate:g}: expected a number from 1e-6 to 1e6")
     seeds = [int(s) for s in parse_numbers(args.seeds, "--seeds", whole=True)]
     check_jobs(args.jobs)
-    if args.output:
-        check_output_directory(args.output, "--output")
+    if args.output is not None:
+        check_files(args.output, FILES)
 
     def cell(spec: PolicySpec, rate: float | None, seed: int) -> Cell:
         return Cell(spec, rate, seed, workload, cluster, settings)
@@ -212,7 +221,8 @@ def run(args: argparse.Namespace) -> int:
 
             rows.keep()
             _write_summary(args.output, summary)
-            sweep_figures(summary, args.output)
+            with writing(args.output):
+                sweep_figures(summary, args.output)
     print(sweep_table(summary["mean"], settings.tau_ms, len(seeds)))
     return 0
 
@@ -280,4 +290,4 @@ def _questions(
 
 def _write_summary(directory: str, summary: dict[str, Any]) -> None:
     text = json.dumps(summary, indent=2) + "\n"
-    write_atomically(os.path.join(directory, "summary.json"), text.encode())
+    write(directory, "summary.json", text)

@@ -25,6 +25,16 @@ from vllm_kairos.sim.workload import WORKLOADS
 
 DEFAULT_PROFILE = "a100-deepseek-v2-lite"
 
+#: Values a list of numbers may come to, and the largest of whole ones, up to
+#: which a float holds every whole number.
+_MOST_NUMBERS = 10_000
+_LARGEST_WHOLE = 2**53
+#: Nobody simulates more; a slip of the keyboard would run for ever.
+_MOST_NODES = 10_000
+_MOST_REQUESTS = 10_000_000
+_MOST_KV_TOKENS = 100_000_000
+_MOST_CV = 100.0
+
 _PACKAGE = Path(__file__).resolve().parent.parent
 
 
@@ -111,7 +121,8 @@ def parse_numbers(words: Sequence[str], flag: str, whole: bool) -> list[float]:
     """Numbers and ranges ``A..B`` or ``A..B..STEP``, both ends included.
 
     Raises:
-        UserError: Not numbers, or a range without an end.
+        UserError: Not numbers, none, too many or one twice, or a range without
+            an end.
     """
     out: list[float] = []
     for word in (w for words_ in words for w in words_.split(",") if w):
@@ -122,9 +133,12 @@ def parse_numbers(words: Sequence[str], flag: str, whole: bool) -> list[float]:
             numbers = []
         bad = len(numbers) not in (1, 2, 3) or not all(map(math.isfinite, numbers))
         if whole and not bad:
-            bad = any(number != int(number) or number < 0 for number in numbers)
+            bad = any(
+                number != int(number) or not 0 <= number <= _LARGEST_WHOLE
+                for number in numbers
+            )
         if bad:
-            kind = "whole numbers >= 0" if whole else "numbers"
+            kind = "whole numbers >= 0 (and <= 2^53)" if whole else "numbers"
             raise UserError(f"{flag} {word}: expected {kind}, or A..B, or A..B..STEP")
         if len(numbers) == 1:
             out.append(numbers[0])
@@ -133,9 +147,22 @@ def parse_numbers(words: Sequence[str], flag: str, whole: bool) -> list[float]:
         step = rest[0] if rest else 1.0
         if step <= 0 or last < first:
             raise UserError(f"{flag} {word}: expected A <= B and STEP > 0")
-        count = int((last - first) / step + 1e-9) + 1
+        steps = (last - first) / step
+        if steps >= _MOST_NUMBERS:
+            raise UserError(f"{flag} {word}: expected at most {_MOST_NUMBERS} numbers")
+        count = int(steps + 1e-9) + 1
         out += [round(first + step * i, 9) for i in range(count)]
+    if not out:
+        raise UserError(f"{flag} {' '.join(words)}: expected numbers, there are none")
+    check_once(flag, [f"{number:.15g}" for number in out])
     return out
+
+
+def check_once(flag: str, values: Sequence[str]) -> None:
+    """Refuse a value that is given twice: it would count twice in a mean."""
+    for place, value in enumerate(values):
+        if value in values[:place]:
+            raise UserError(f"{flag} {value}: given twice, expected once")
 
 
 def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
@@ -268,6 +295,16 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def check_requests(requests: int) -> None:
+    """Refuse a number of requests that is none, or that no run could end with."""
+    if requests < 1:
+        raise UserError(f"--requests {requests}: expected a whole number >= 1")
+    if requests > _MOST_REQUESTS:
+        raise UserError(
+            f"--requests {requests}: expected a whole number <= {_MOST_REQUESTS:,}"
+        )
+
+
 def check_jobs(jobs: int) -> None:
     """Refuse a number of workers that is none."""
     if jobs < 1:
@@ -303,23 +340,31 @@ def cluster_of(args: argparse.Namespace, profile: Profile) -> ClusterSettings:
         UserError: A value is out of range.
     """
 
-    def least(name: str, value: float | None, bound: float, strict: bool) -> None:
+    def least(
+        name: str,
+        value: float | None,
+        bound: float,
+        strict: bool,
+        most: float = math.inf,
+    ) -> None:
         if value is None:
             return
         fine = value > bound if strict else value >= bound
         if not (math.isfinite(value) and fine):
             sign = ">" if strict else ">="
             raise UserError(f"--{name} {value}: expected a number {sign} {bound:g}")
+        if value > most:
+            raise UserError(f"--{name} {value}: expected a number <= {most:,.10g}")
 
-    least("prefill", args.prefill, 1, False)
-    least("decode", args.decode, 1, False)
+    least("prefill", args.prefill, 1, False, _MOST_NODES)
+    least("decode", args.decode, 1, False, _MOST_NODES)
     least("link-gb-per-s", args.link_gb_per_s, 0, True)
     least("heartbeat-ms", args.heartbeat_ms, 0, True)
     least("budget-tokens", args.budget_tokens, 1, False)
     least("max-num-seqs", args.max_num_seqs, 1, False)
-    least("kv-tokens", args.kv_tokens, 1, False)
-    least("model-bias", args.model_bias, -1, True)
-    least("model-noise", args.model_noise, 0, False)
+    least("kv-tokens", args.kv_tokens, 1, False, _MOST_KV_TOKENS)
+    least("model-bias", args.model_bias, -1, True, 1000)
+    least("model-noise", args.model_noise, 0, False, 5)
     link = profile.link_model()
     if args.link_gb_per_s is not None:
         if profile.kv is None:
@@ -352,10 +397,11 @@ def workload_of(
     name: str, requests: int | None, cv: float | None, arrivals: str | None = None
 ) -> WorkloadSpec:
     """A workload by name or path; a trace is read once to find its errors."""
-    if requests is not None and requests < 1:
-        raise UserError(f"--requests {requests}: expected a whole number >= 1")
-    if cv is not None and not (math.isfinite(cv) and cv >= 0):
-        raise UserError(f"--cv {cv}: expected a number >= 0")
+    if requests is not None:
+        check_requests(requests)
+    if cv is not None and not 0 <= cv <= _MOST_CV:
+        sign = f"<= {_MOST_CV:g}" if cv > _MOST_CV else ">= 0"
+        raise UserError(f"--cv {cv}: expected a number {sign}")
     if arrivals == "poisson":
         cv = 1.0
     if name not in WORKLOADS and not os.path.exists(name):

@@ -20,17 +20,19 @@ from typing import Any
 
 from vllm_kairos.core.link import LinkModel
 from vllm_kairos.core.settings import Settings
-from vllm_kairos.files import UserError, check_output_directory, write_atomically
+from vllm_kairos.files import UserError
 from vllm_kairos.sim import paper_numbers as printed
 from vllm_kairos.sim.cluster import ClusterSettings
 from vllm_kairos.sim.options import (
     add_profile_argument,
     add_run_arguments,
     check_jobs,
+    check_requests,
     limits_of,
     parse_numbers,
     profile_of,
 )
+from vllm_kairos.sim.output import check_files, write, writing
 from vllm_kairos.sim.paper_lab import Lab
 from vllm_kairos.sim.paper_sections import (
     FIGURE_GB_PER_S,
@@ -41,6 +43,8 @@ from vllm_kairos.sim.paper_sections import (
     table_4,
 )
 from vllm_kairos.sim.workload import WORKLOADS
+
+FILES = ("REPORT.md", "summary.json", *(f"figure{n}.png" for n in (2, 4, 5, 6)))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -77,10 +81,9 @@ def run(args: argparse.Namespace) -> int:
             f"profile {args.profile}: it does not say how many bytes a token's KV "
             "takes (kv.bytes_per_token), which the paper's links need"
         )
-    if args.requests < 1:
-        raise UserError(f"--requests {args.requests}: expected a whole number >= 1")
+    check_requests(args.requests)
     check_jobs(args.jobs)
-    check_output_directory(args.output, "--output")
+    check_files(args.output, FILES)
     seeds = [int(s) for s in parse_numbers(args.seeds, "--seeds", whole=True)]
     cluster = ClusterSettings(
         profile.step_model(),
@@ -89,7 +92,8 @@ def run(args: argparse.Namespace) -> int:
     )
     progress = not args.no_progress and sys.stderr.isatty()
     lab = Lab(cluster, Settings(), seeds, args.requests, args.jobs, progress)
-    os.makedirs(args.output, exist_ok=True)
+    with writing(args.output):
+        os.makedirs(args.output, exist_ok=True)
     summary: dict[str, Any] = {
         "profile": profile.name,
         "seeds": seeds,
@@ -104,7 +108,8 @@ def run(args: argparse.Namespace) -> int:
         "Each cell reads ours / the paper's.",
     ]
     for section in (table_1, table_3, table_4, figures, sensitivity):
-        text = section(lab, summary, args.output)
+        with writing(args.output):
+            text = section(lab, summary, args.output)
         report.append(text)
         print(text, end="\n\n", flush=True)
     report.append(
@@ -112,10 +117,6 @@ def run(args: argparse.Namespace) -> int:
         + "\n".join(f"- {line}" for line in printed.CANNOT_MATCH)
     )
     print(report[-1])
-    _write(args.output, "REPORT.md", "\n\n".join(report) + "\n")
-    _write(args.output, "summary.json", json.dumps(summary, indent=2) + "\n")
+    write(args.output, "REPORT.md", "\n\n".join(report) + "\n")
+    write(args.output, "summary.json", json.dumps(summary, indent=2) + "\n")
     return 0
-
-
-def _write(directory: str, name: str, text: str) -> None:
-    write_atomically(os.path.join(directory, name), text.encode())

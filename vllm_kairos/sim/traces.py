@@ -80,7 +80,7 @@ class _Row:
             raise self.bad(field, expected)
         try:
             number = float(value)
-        except ValueError:
+        except (ValueError, OverflowError):
             raise self.bad(field, expected) from None
         if not (math.isfinite(number) and number >= 0):
             raise self.bad(field, expected)
@@ -189,8 +189,12 @@ def _csv(name: str, text: str) -> Iterator[TraceRow]:
             f"{name}:1: header is {','.join(header)!r:.80}, expected the columns "
             + " or ".join(",".join(fields) for fields, _ in _CSV)
         )
+    twice = [c for c in dict.fromkeys(header) if c and header.count(c) > 1]
+    if twice:
+        raise UserError(f"{name}:1: column {twice[0]!r} is there twice, expected once")
     skipped = 0
-    for cells in reader:
+    some = False
+    for cells in _rows(name, reader):
         if not cells:
             continue
         raw = _Row(name, reader.line_num, dict(zip(header, cells, strict=False)))
@@ -198,9 +202,17 @@ def _csv(name: str, text: str) -> Iterator[TraceRow]:
         if row is None:
             skipped += 1
         else:
+            some = True
             yield row
-    if skipped:
+    if skipped and some:
         logger.warning("%s: left out %d failed requests", name, skipped)
+
+
+def _rows(name: str, reader: Any) -> Iterator[list[str]]:
+    try:
+        yield from reader
+    except csv.Error as error:
+        raise UserError(f"{name}:{reader.line_num}: not CSV ({error})") from error
 
 
 def _mooncake(name: str, text: str) -> Iterator[TraceRow]:
@@ -212,6 +224,11 @@ def _mooncake(name: str, text: str) -> Iterator[TraceRow]:
         except json.JSONDecodeError as error:
             raise UserError(
                 f"{name}:{line}: not JSON ({error.msg}), expected an object a line"
+            ) from error
+        except (RecursionError, ValueError) as error:
+            # Nested without end, or a number of thousands of digits.
+            raise UserError(
+                f"{name}:{line}: not JSON that can be read, expected an object a line"
             ) from error
         if not isinstance(fields, dict):
             raise UserError(f"{name}:{line}: not an object, expected one a line")

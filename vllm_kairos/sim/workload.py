@@ -175,7 +175,7 @@ def arrivals_s(
         raise ValueError(f"rate_rps is {rate_rps!r}, expected > 0")
     if not cv >= 0:
         raise ValueError(f"cv is {cv!r}, expected >= 0")
-    if cv == 0:
+    if cv < 1e-6:
         return np.arange(1, requests + 1) / rate_rps
     shape = 1.0 / (cv * cv)
     gaps = rng.gamma(shape, 1.0 / (rate_rps * shape), size=requests)
