@@ -83,6 +83,35 @@ def test_an_idle_node_computes_an_ordinary_prompt_in_full_steps(profile: str) ->
     assert e.step().total == 2048
 
 
+def test_the_loop_does_not_bound_a_deflected_prompt_that_nobody_waits_beside(
+    profile: str,
+) -> None:
+    """Only what `beta` gives does: with no decode there is none to be late."""
+    e = engine(profile, budget_tokens=2048)
+    e.truth = lambda ms: 1.3 * ms
+    for _ in range(4):
+        e.add(64, 60)
+    e.step()
+    e.step()
+    e.add(4000, 2, chunks=[200] * 20)
+    for _ in range(30):
+        e.step()
+    e.drain()
+    limit_ms = e.scheduler._rule.limit_ms
+    assert limit_ms is not None and limit_ms < 0.75 * TAU_MS
+    e.truth = lambda ms: ms
+    r = e.add(4000, 2, chunks=[200] * 20)
+    step = e.step()
+    assert step.tokens[r] == step.total
+    assert 0.85 * TAU_MS < step.latency_ms <= 0.9 * TAU_MS
+    # As soon as somebody decodes, it is what the loop says again.
+    e.kv_arrives(e.add(64, 60, remote=True))
+    e.step()
+    step = e.step()
+    assert step.decodes == 1 and step.tokens[r] > 0
+    assert step.latency_ms <= limit_ms
+
+
 def test_recomputation_after_preemption_obeys_the_bound(profile: str) -> None:
     e = engine(profile)
     for _ in range(6):

@@ -97,7 +97,8 @@ class AdaptiveRule(ChunkRule):
     ``p`` are the step's own, so the chunk is smaller than planned where
     decodes have joined and larger where they have left. Ordinary prefills
     (fall-backs, recomputation) obey the same bound wherever somebody decodes,
-    so that no path stalls the decodes.
+    so that no path stalls the decodes. Where nobody does, nobody can be late,
+    and the bound need not make room for the model's error.
 
     Args:
         model: Step model of this engine.
@@ -123,8 +124,12 @@ class AdaptiveRule(ChunkRule):
     ) -> int:
         if tracker is None and load.decodes == 0 and not load.guarded:
             return wanted_tokens
+        feedback = self._feedback
+        limit_ms = feedback.limit_ms
+        if load.decodes == 0 and limit_ms < feedback.first_limit_ms:
+            limit_ms = feedback.first_limit_ms
         chunk = self._model.largest_addition(
-            load, computed_tokens, self._feedback.limit_ms, wanted_tokens
+            load, computed_tokens, limit_ms, wanted_tokens
         )
         return chunk if chunk >= min(self._smallest_tokens, wanted_tokens) else 0
 

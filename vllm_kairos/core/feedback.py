@@ -5,7 +5,7 @@ Packing every step to exactly ``beta * tau`` is worse than no loop at all once
 predictions have an error: half of the steps land above the bound, and a bias
 puts all of them there. So the bound is learnt: the ratio of measured to
 predicted latency is tracked, and the bound on a *prediction* is put where the
-wanted share of steps is expected to come out late.
+wanted share of decode steps is expected to come out late.
 """
 
 from __future__ import annotations
@@ -23,13 +23,22 @@ class Feedback:
     The log of measured / predicted is taken as normal with a mean (the bias)
     and a spread that are averaged with exponentially falling weights, so
 
-    ``limit = tau * exp(-(mean + z * spread)) * trim``
+    ``limit = tau * exp(-(mean + lean + z * spread)) * trim``
 
-    where ``z`` belongs to the target share. `trim` is moved by every step that
-    was not known beforehand to be over the bound, a little up when it was in
-    time and a lot down when it was late, so that the share of late steps
-    settles at the target whatever the true distribution
-    (stochastic approximation of a quantile).
+    What slows a step down (a neighbour on the same cores, a transfer) often
+    slows down the next ones too: `lean` is how far the last few were off the
+    mean, times what such a distance has told of the next step so far, which
+    is nothing where errors are independent. The spread is what is left.
+
+    ``z`` belongs to the share of these steps that may be late. `trim` is moved
+    by every step that was not known beforehand to be over the bound, a little
+    up when it was in time and a lot down when it was late, so that their share
+    settles there whatever the true distribution (stochastic approximation of a
+    quantile).
+
+    The target is a share of all steps that decode. Where few of them carry a
+    prefill, each of those may be late more often, up to `_MOST_UNEVEN` times
+    as often, less what decodes alone are late.
 
     A bound can fall so low that no prefill fits any more, and then no step
     would ever tell that the trouble is over. So after a while without a prefill
@@ -41,7 +50,7 @@ class Feedback:
         beta: Bound to start with, as a share of `tau_ms`.
         beta_most: The bound never exceeds this share of `tau_ms` on a
             corrected prediction.
-        late_share: Target share of steps over `tau_ms`.
+        late_share: Target share of decode steps over `tau_ms`.
         memory_steps: Steps after which an observation has lost most of its
             weight.
         learns: False keeps the starting bound, for comparison.
@@ -49,6 +58,12 @@ class Feedback:
 
     #: Observations that the starting values weigh as much as.
     _PRIOR_STEPS = 8.0
+    #: Steps that carry a prefill may be late so many times as often as all.
+    _MOST_UNEVEN = 4.0
+    #: Memory of what the last few steps were like.
+    _RECENT_STEPS = 10
+    #: Memory of how many steps carry one.
+    _SHARE_STEPS = 1000
     _TRIM_STEP = 0.05
     _LEAST_TRIM, _MOST_TRIM = 0.7, 1.05
     #: Rounding does not put a step over the bound.
@@ -71,16 +86,23 @@ class Feedback:
         "_beta_most",
         "_late_share",
         "_z",
+        "_z_slope",
+        "_carrying",
+        "_late_alone",
         "_decay",
         "_weight",
         "_mean",
+        "_recent",
+        "_told",
+        "_recent_power",
+        "_lean",
         "_variance",
         "_trim",
         "_learns",
         "_quiet_steps",
         "_decode_mean",
         "_decode_variance",
-        "_first_limit_ms",
+        "first_limit_ms",
     )
 
     def __init__(
@@ -97,10 +119,23 @@ class Feedback:
         self.steps = 0
         self._beta_most = max(beta, beta_most)
         self._late_share = late_share
-        self._z = NormalDist().inv_cdf(1.0 - late_share)
+        normal = NormalDist()
+        self._z = normal.inv_cdf(1.0 - late_share)
+        # Between the two shares z is all but linear in the log of the share.
+        most_late = min(0.5, self._MOST_UNEVEN * late_share)
+        lower = normal.inv_cdf(1.0 - most_late) - self._z
+        self._z_slope = lower / log(most_late / late_share)
+        #: Share of the decode steps that carry a prefill, and of those that
+        #: carry none and are late.
+        self._carrying = 1.0
+        self._late_alone = 0.0
         self._decay = 1.0 - 1.0 / memory_steps
         self._weight = self._PRIOR_STEPS
         self._mean = 0.0
+        #: How far the last few steps were off the mean; its product with how
+        #: far the next one was, and its square, on average.
+        self._recent = self._told = self._recent_power = 0.0
+        self._lean = 0.0
         # The spread that would make the starting bound the right one.
         self._variance = (-math.log(beta) / self._z) ** 2
         self._trim = 1.0
@@ -108,7 +143,7 @@ class Feedback:
         self._quiet_steps = 0
         self._decode_mean = 0.0
         self._decode_variance = self._variance
-        self._first_limit_ms = self.limit_ms = self._limit_ms()
+        self.first_limit_ms = self.limit_ms = self._limit_ms()
 
     @property
     def bias(self) -> float:
@@ -141,22 +176,33 @@ class Feedback:
         if not self._learns:
             return
         self._quiet_steps = 0
+        rate = 1.0 / self._SHARE_STEPS
+        self._carrying += rate * (1.0 - self._carrying)
+        self._late_alone -= rate * self._late_alone
         ratio = self._log_ratio(predicted_ms, measured_ms)
         weight = self._weight = self._weight * self._decay + 1.0
-        mean, variance = self._mean, self._variance
-        delta = ratio - mean
-        self._mean = mean = mean + delta / weight
-        self._variance = variance + (delta * (ratio - mean) - variance) / weight
+        delta, recent = ratio - self._mean, self._recent
+        error = delta - self._lean
+        self._variance += (error * error - self._variance) / weight
+        told = self._told = self._told + (delta * recent - self._told) / weight
+        power = self._recent_power
+        power = self._recent_power = power + (recent * recent - power) / weight
+        self._mean += delta / weight
+        recent = self._recent = recent + (delta - recent) / self._RECENT_STEPS
+        if told <= 0.0:
+            self._lean = 0.0
+        else:
+            self._lean = recent * told / power if told < power else recent
         if predicted_ms > limit_ms * self._JUST_OVER:
             # Known to be over the bound, by an override or by its decodes
             # alone: that it is late says nothing against the bound.
             pass
         elif late:
-            trim = self._trim * (1.0 - self._TRIM_STEP * (1.0 - self._late_share))
+            trim = self._trim * (1.0 - self._TRIM_STEP * (1.0 - self._share()))
             self._trim = trim if trim > self._LEAST_TRIM else self._LEAST_TRIM
         elif predicted_ms >= 0.97 * self.limit_ms:
             # A step far below the bound tells nothing of where it should be.
-            trim = self._trim * (1.0 + self._TRIM_STEP * self._late_share)
+            trim = self._trim * (1.0 + self._TRIM_STEP * self._share())
             self._trim = trim if trim < self._MOST_TRIM else self._MOST_TRIM
         self.limit_ms = self._limit_ms()
 
@@ -171,6 +217,10 @@ class Feedback:
             0.0 < predicted_ms < _INFINITE and 0.0 < measured_ms < _INFINITE
         ):
             return
+        rate = 1.0 / self._SHARE_STEPS
+        self._carrying -= rate * self._carrying
+        late = measured_ms > self.tau_ms
+        self._late_alone += rate * (late - self._late_alone)
         rate = 1.0 / self._QUIET_MEMORY_STEPS
         delta = self._log_ratio(predicted_ms, measured_ms) - self._decode_mean
         self._decode_mean += rate * delta
@@ -178,7 +228,7 @@ class Feedback:
             (1.0 - rate) * delta * delta - self._decode_variance
         )
         self._quiet_steps += 1
-        room_ms = self._first_limit_ms - predicted_ms
+        room_ms = self.first_limit_ms - predicted_ms
         if (
             self._quiet_steps <= self._QUIET_STEPS
             or self.limit_ms - predicted_ms >= self._ROOM_TO_LEARN * room_ms
@@ -187,6 +237,8 @@ class Feedback:
         # What is forgotten weighs no more against what comes.
         self._weight += rate * (self._PRIOR_STEPS - self._weight)
         self._mean += rate * (self._decode_mean - self._mean)
+        self._recent -= rate * self._recent
+        self._lean -= rate * self._lean
         self._variance += rate * (self._decode_variance - self._variance)
         self._trim += rate * (1.0 - self._trim)
         self.limit_ms = self._limit_ms()
@@ -196,8 +248,18 @@ class Feedback:
         most = self._MOST_LOG_RATIO
         return most if ratio > most else -most if ratio < -most else ratio
 
+    def _share(self) -> float:
+        """Share of the steps that carry a prefill which may be late."""
+        target, carrying = self._late_share, self._carrying
+        room = target - self._late_alone
+        if room <= target * carrying:
+            return target
+        most = self._MOST_UNEVEN * target
+        return most if room >= most * carrying else room / carrying
+
     def _limit_ms(self) -> float:
-        unbiased = exp(-self._mean)
-        share = unbiased * exp(-self._z * sqrt(self._variance)) * self._trim
+        unbiased = exp(-self._mean - self._lean)
+        z = self._z + self._z_slope * log(self._share() / self._late_share)
+        share = unbiased * exp(-z * sqrt(self._variance)) * self._trim
         most = self._beta_most * unbiased
         return self.tau_ms * (share if share < most else most)

@@ -187,9 +187,9 @@ class StateReport(msgspec.Struct, frozen=True, kw_only=True):
             headroom was left.
         step_remaining_ms: Predicted remainder of the step in flight; zero
             while idle or without a profile.
-        limit_ms: Bound on a predicted step that carries a prefill, as the
-            engine's loop has it now; zero where the engine splits no prompt,
-            `None` without a profile.
+        limit_ms: Bound on a predicted step that carries a prefill beside
+            decodes, as the engine's loop has it now; zero where the engine
+            splits no prompt, `None` without a profile.
         errors: By phase (``prefill``, ``decode``, ``mixed``) the mean error
             and the mean absolute error of recent predictions, percent of the
             measured latency.

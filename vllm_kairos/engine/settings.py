@@ -31,7 +31,7 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         tau_ms: TBT SLO.
         ttft_slo_ms: TTFT target; a prefill held past it gets a smallest chunk.
         beta: Safety factor on `tau_ms`.
-        late_share: Target share of steps over `tau_ms`.
+        late_share: Target share of decode steps over `tau_ms`.
         feedback: Learn from how far predictions were off; without it the bound
             stays where `beta` puts it.
         smallest_chunk_tokens: Chunk of a prefill past its target for which no

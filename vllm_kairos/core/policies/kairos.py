@@ -200,9 +200,13 @@ class Kairos(Policy):
 
     def _limit_ms(self, node: NodeState) -> float:
         """Bound on a step there: what the engine says is in force, or ours."""
-        if self.chunks == "adaptive" and node.limit_ms is not None:
-            return min(node.limit_ms, self.settings.tau_ms)
-        return self.settings.limit_ms
+        if self.chunks != "adaptive" or node.limit_ms is None:
+            return self.settings.limit_ms
+        limit_ms = min(node.limit_ms, self.settings.tau_ms)
+        if limit_ms and not node.decodes and not node.awaiting_kv:
+            # As `AdaptiveRule` has it where nobody decodes.
+            return max(limit_ms, self.settings.limit_ms)
+        return limit_ms
 
     def _planner(self, node: NodeState) -> Planner:
         assert node.model is not None
