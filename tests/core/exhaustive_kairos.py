@@ -437,6 +437,8 @@ class _Assignment:
             )
             if found is None or not found.accepted:
                 continue
+            if found.schedule.total_ms > policy.longest_ms:
+                continue
             cost = found.schedule.total_ms / work
             if best is None or cost < best[0]:
                 best = (cost, place, found, ttft_pf)

@@ -88,6 +88,21 @@ def test_of_decode_nodes_that_could_start_at_once_the_least_loaded_is_first() ->
     assert route.decode == "d1"
 
 
+def test_a_long_prompt_that_waits_keeps_no_decode_node_from_short_ones() -> None:
+    busy = NodeState("p", A100, prefills=[PrefillWork(60_000)])
+    decode = NodeState("d", A100, decodes=6, decode_kv_tokens=9000, limit_ms=63.0)
+    fleet = Fleet([busy], [decode])
+    short, long = Request(2_000, "short"), Request(24_000, "long")
+    needs_ms = Kairos(Settings()).views.of(decode).planner.walk_ms(24_000)
+    assert needs_ms is not None and 1000.0 < needs_ms < 3800.0
+    share = needs_ms / Settings().ttft_slo_ms
+    for longest_slos, expected in ((0.99 * share, 0), (1.01 * share, 1)):
+        routes = look(Kairos(Settings(), longest_slos=longest_slos), fleet, long)
+        assert len(routes) == expected
+        routes = look(Kairos(Settings(), longest_slos=longest_slos), fleet, short)
+        assert len(routes) == 1
+
+
 @pytest.mark.parametrize("most", [1, 3, 32])
 def test_a_look_sends_no_more_than_it_is_asked_to_and_the_next_goes_on(
     most: int,

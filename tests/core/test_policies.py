@@ -349,6 +349,7 @@ def test_a_bad_setting_is_refused_by_name(
         ("lead_ms", float("nan")),
         ("oldest_slos", -1),
         ("oldest_slos", "x"),
+        ("longest_slos", -0.5),
         ("several", "maybe"),
         ("ledger", 1),
     ],

@@ -351,10 +351,12 @@ class Assignment:
         """The request with the least time here for its time on a prefill node.
 
         A schedule is made only where its bounds from below leave the request
-        acceptable (Eq. 7) and better than the best so far.
+        acceptable (Eq. 7), no longer than the policy lets a prefill be, and
+        better than the best so far.
         """
         policy, node = self._policy, view.state
         alpha, planner = policy.settings.alpha, view.planner
+        longest = policy.longest_ms
         free_tokens = node.free_kv_tokens
         if not (view.has_slot and node.fresh) or (
             node.deflected and not policy.several
@@ -374,7 +376,10 @@ class Assignment:
             left = offer.left_ms if offer.left_ms > 0 else ttft_pf
             bound = min(alpha * ttft_pf, max(left, 1e-3))
             cached = request.cached.get(node.node, 0) if request.cached else 0
-            most = min((bound - queued_ms) * (1.0 + 1e-9), best_cost * work)
+            bound -= queued_ms
+            if bound > longest:
+                bound = longest
+            most = min(bound * (1.0 + 1e-9), best_cost * work)
             if planner.quick_floor_ms(prompt, cached) > most:
                 continue
             if planner.floor_ms(prompt, cached) > most:
@@ -382,7 +387,7 @@ class Assignment:
             chunks: list[int] = []
             steps: list[float] = []
             total = planner.walk_ms(prompt, cached, most, chunks, steps)
-            if total is None or queued_ms + total > bound:
+            if total is None or total > bound:
                 continue
             if total / work < best_cost:
                 best_cost = total / work

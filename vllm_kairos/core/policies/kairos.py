@@ -31,6 +31,7 @@ PARTS = {
     "sizes": "candidates",
     "ttft": "paper",
     "balance": "round_robin",
+    "longest_slos": "1",
     "transfer": "false",
     "ledger": "false",
 }
@@ -62,6 +63,9 @@ class Kairos(Policy):
         lead_ms: Work a node is kept supplied with, so that it does not idle
             between two looks at it.
         oldest_slos: A request older than this many TTFT SLOs goes first.
+        longest_slos: Of requests that wait, a decode node takes none whose
+            chunks need longer than this many TTFT SLOs: it would be lost for
+            that long to many short ones, and its decodes will have changed.
     """
 
     name = "kairos"
@@ -82,6 +86,7 @@ class Kairos(Policy):
         ledger: bool = True,
         lead_ms: float = 150.0,
         oldest_slos: float = 8.0,
+        longest_slos: float = 0.5,
     ):
         super().__init__(settings)
         for option, value, known in (
@@ -97,6 +102,7 @@ class Kairos(Policy):
         for option, number, least in (
             ("lead_ms", lead_ms, 0.0),
             ("oldest_slos", oldest_slos, 0.1),
+            ("longest_slos", longest_slos, 0.0),
         ):
             if not (
                 isinstance(number, (int, float)) and least <= number < float("inf")
@@ -124,6 +130,7 @@ class Kairos(Policy):
         self.sees = "ledger" if ledger else "reports"
         self.lead_ms = lead_ms
         self.oldest_ms = oldest_slos * settings.ttft_slo_ms
+        self.longest_ms = longest_slos * settings.ttft_slo_ms
         self.turns = RoundRobin()
         self.queue = LateQueue()
         self.prefill_kinds = PrefillKinds(transfer)
