@@ -14,6 +14,7 @@ from vllm_kairos.core.step_load import StepLoad
 from vllm_kairos.files import load_profile
 from vllm_kairos.sim.cluster import Cluster, ClusterSettings, ModelError, SimNode
 from vllm_kairos.sim.options import limits_of
+from vllm_kairos.sim.traces import TraceRow
 from vllm_kairos.sim.workload import bursty
 
 PROFILE = load_profile(
@@ -76,6 +77,33 @@ def test_a_rule_is_told_of_every_step_once_as_it_was() -> None:
     for name, node in run.nodes.items():
         assert rules[name].seen == ran[name]
         assert len(ran[name]) == node.steps > 0
+
+
+def test_a_step_is_judged_when_the_next_one_has_been_put_together() -> None:
+    order: dict[str, list[str]] = {}
+
+    class Noting(PlannedRule):
+        def __init__(self, name: str) -> None:
+            self.order = order.setdefault(name, [])
+
+        def observe(
+            self, load: StepLoad, predicted_ms: float, measured_ms: float
+        ) -> None:
+            self.order.append("judged")
+
+        @property
+        def limits_ordinary(self) -> bool:  # type: ignore[override]
+            # Asked whenever a step is put together that is not decodes alone.
+            self.order.append("planned")
+            return False
+
+    settings = ClusterSettings(
+        MODEL, PROFILE.link_model(), limits_of(PROFILE), rule=Noting
+    )
+    rows = [TraceRow(0.0, 20_000, 2)]
+    Cluster(settings, make_policy("disagg", Settings()), rows).run()
+    # Three chunks of a prompt; after the last a step that holds nothing.
+    assert order["p0"] == ["planned", *["planned", "judged"] * 3]
 
 
 def test_the_loop_learns_once_from_a_step_by_what_it_held() -> None:

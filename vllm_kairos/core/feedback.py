@@ -68,6 +68,9 @@ class Feedback:
     _LEAST_TRIM, _MOST_TRIM = 0.7, 1.05
     #: Rounding does not put a step over the bound.
     _JUST_OVER = 1.0 + 1e-9
+    #: A step's bound so far above the present one is from before a late step;
+    #: what each step changes by itself is less.
+    _LOWERED = 1.02
     #: Steps without a prefill that change nothing; in a busy engine prefills
     #: come more often than that. And the memory of what comes after them.
     _QUIET_STEPS = 64
@@ -196,6 +199,10 @@ class Feedback:
         if predicted_ms > limit_ms * self._JUST_OVER:
             # Known to be over the bound, by an override or by its decodes
             # alone: that it is late says nothing against the bound.
+            pass
+        elif late and self.limit_ms * self._LOWERED < limit_ms < _INFINITE:
+            # Put together before the bound was lowered, since an engine judges
+            # a step beside the next one: one cause must not lower it twice.
             pass
         elif late:
             trim = self._trim * (1.0 - self._TRIM_STEP * (1.0 - self._share()))

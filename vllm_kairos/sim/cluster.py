@@ -50,6 +50,7 @@ class SimNode(Node):
         "step_start_ms",
         "step_end_ms",
         "predicted_ms",
+        "ended",
         "reports",
         "steps",
         "noise",
@@ -65,6 +66,8 @@ class SimNode(Node):
         self.step_start_ms = 0.0
         self.step_end_ms = 0.0
         self.predicted_ms = 0.0
+        #: A step not yet judged: what it held, predicted and true time.
+        self.ended: tuple[StepLoad, float, float] | None = None
         self.reports: NodeReports
         self.steps = 0
         self.noise: random.Random | None = None
@@ -258,6 +261,11 @@ class Cluster:
     def _start_step(self, node: SimNode) -> None:
         now = self.now_ms
         some = node.schedule(now)
+        if node.ended is not None:
+            # As in an engine: a step is judged beside the one after it, which
+            # is put together without what the first one tells.
+            node.rule.observe(*node.ended)
+            node.ended = None
         for request, tokens in node.loads:
             self._load(node, request, tokens)
         if not some and node.preempted:
@@ -306,7 +314,7 @@ class Cluster:
         node.reports.before_change(now)
         load = node.load
         start = node.step_start_ms
-        node.rule.observe(load, node.predicted_ms, now - start)
+        node.ended = load, node.predicted_ms, now - start
         got, done = node.finish_step()
         if got:
             self._stuck_ms = now + _STUCK_MS
