@@ -56,6 +56,29 @@ def test_a_bias_is_learnt_within_few_steps() -> None:
     assert feedback.bias == pytest.approx(1.3, rel=0.05)
 
 
+@pytest.mark.parametrize("judged_later", [0, 1, 2])
+def test_one_cause_of_late_steps_lowers_the_bound_once(judged_later: int) -> None:
+    """Steps are put together before the one before has been judged."""
+    rng = random.Random(2)
+    feedback = Feedback(TAU_MS, 0.9)
+    bounds, late = [feedback.limit_ms] * judged_later, []
+    for _ in range(12_000):
+        bounds.append(feedback.limit_ms)
+        bound_ms = bounds.pop(0)
+        measured = bound_ms * rng.lognormvariate(0.0, 0.02)
+        feedback.observe(bound_ms, measured, bound_ms)
+        late.append(measured > TAU_MS)
+    assert sum(late[2000:]) / 10_000 <= 0.0065
+    trim, limit_ms = feedback._trim, feedback.limit_ms
+    for _ in range(1 + judged_later):
+        # All of them were under way when a neighbour got in the way of all.
+        bounds.append(feedback.limit_ms)
+        bound_ms = bounds.pop(0)
+        feedback.observe(bound_ms, 1.01 * TAU_MS, bound_ms)
+    assert 0.94 * trim < feedback._trim < 0.96 * trim
+    assert feedback.limit_ms < limit_ms
+
+
 def test_heavy_tails_are_met_by_the_trim() -> None:
     feedback = Feedback(TAU_MS, 0.9, late_share=0.01)
     rng = random.Random(3)

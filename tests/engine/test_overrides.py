@@ -206,7 +206,8 @@ def test_a_step_known_to_be_over_its_bound_teaches_the_trim_nothing() -> None:
     assert feedback.limit_ms >= 27.0
     for _ in range(20):
         # Late although the prediction was within the bound.
-        feedback.observe(27.0, 31.0, limit_ms=27.0)
+        bound_ms = feedback.limit_ms
+        feedback.observe(bound_ms, 1.01 * TAU_MS, limit_ms=bound_ms)
     assert feedback.limit_ms < 20.0
 
 
