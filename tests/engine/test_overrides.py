@@ -293,7 +293,7 @@ def test_a_failed_load_is_no_decode_of_the_step(profile: str) -> None:
     e.kv_arrives(r)
     e.step()
     assert e.scheduler.finished_recving_kv_req_ids == {r}
-    e.scheduler._get_new_tokens_limiter()
+    e.scheduler._chunks.prepare()
     load = e.scheduler._chunks._load
     assert load.decodes == 8 and load.decode_kv_tokens < 6000
 

@@ -57,7 +57,8 @@ class ChunkLimits:
 
     Attributes:
         limiter: What the next step asks about its requests, `None` for nothing.
-        stale: Requests or KV blocks have changed since it was made.
+        stale: Requests or KV blocks have changed since it was made, or the next
+            step need not follow the last: nothing runs, or that held nothing.
         overrides: Steps that gave a prefill past its target a chunk without
             headroom.
         bound_ms: Bound that the next step is put together under.
@@ -80,6 +81,8 @@ class ChunkLimits:
         self._rule = rule
         self._phases = phases
         self._wall_clock_s = wall_clock_s
+        #: The step before held nothing.
+        self._idle = True
         self._splits_prompts = scheduler.scheduler_config.enable_chunked_prefill
         self._load = StepLoad()
         self._joined: set[str] = set()
@@ -102,7 +105,9 @@ class ChunkLimits:
         """Make the `limiter` of the next step."""
         scheduler = self._scheduler
         # Draft tokens come after a step's output.
-        self.stale = scheduler.num_spec_tokens > 0
+        self.stale = (
+            scheduler.num_spec_tokens > 0 or self._idle or not scheduler.running
+        )
         self.limiter = None
         self._shares = {}
         self._fixed.clear()
@@ -157,6 +162,7 @@ class ChunkLimits:
             scheduled: Its tokens by request, none in a step that holds none.
         """
         self._overdue.step_over()
+        self._idle = not scheduled
         if not scheduled:
             return
         for request_id, share in self._shares.items():

@@ -7,7 +7,6 @@ from collections import deque
 from collections.abc import Callable
 
 from vllm.logger import init_logger
-from vllm.v1.core.sched.output import SchedulerOutput
 
 from vllm_kairos.core.chunk_rule import ChunkRule
 from vllm_kairos.core.online_error import OnlineError
@@ -18,6 +17,11 @@ from vllm_kairos.engine.recorder import StepLog, StepRecord
 logger = init_logger(__name__)
 
 _MOST_RECENT_STEPS = 64
+
+#: What names a step: the ``num_scheduled_tokens`` of its ``SchedulerOutput``,
+#: the very object. To keep the output itself would be to keep vLLM from using
+#: its memory again for the next step's, which is in the processor's cache.
+StepKey = dict[str, int]
 
 
 class StepMeter:
@@ -42,6 +46,8 @@ class StepMeter:
         recent: ``(predicted ms or -1, measured ms)`` of recent steps.
         ended: Steps whose output is here, each with when it came by the step
             clock; put there as they come, judged by `settle`.
+        contiguous: A step that is scheduled while requests run begins when the
+            one before it ends.
     """
 
     def __init__(
@@ -56,7 +62,7 @@ class StepMeter:
     ):
         self.recent: deque[tuple[float, float]] = deque(maxlen=_MOST_RECENT_STEPS)
         self.errors = errors
-        self.ended: deque[tuple[SchedulerOutput, float]] = deque()
+        self.ended: deque[tuple[StepKey, float]] = deque()
         self.on = model is not None or log is not None
         self._clock_s = clock_s
         self._wall_clock_s = wall_clock_s
@@ -69,36 +75,35 @@ class StepMeter:
         #: without a heartbeat nobody takes from it.
         self._outcomes: deque[tuple[StepLoad, float, float]] = deque(maxlen=512)
         #: Step, what it holds, when it began, predicted milliseconds.
-        self._in_flight: deque[tuple[SchedulerOutput, StepLoad, float, float]] = deque()
+        self._in_flight: deque[tuple[StepKey, StepLoad, float, float]] = deque()
         self._steps = 0
         self._last_end_s = float("-inf")
-        self._contiguous = False
+        self.contiguous = False
         self._started_s = 0.0
         self._predicted_ms = 0.0
 
     def scheduled(
-        self, output: SchedulerOutput, load: StepLoad, started_s: float, busy: bool
+        self, key: StepKey, load: StepLoad, began_s: float | None
     ) -> None:
         """A step that holds tokens has been scheduled.
 
         Args:
-            output: Names the step.
+            key: Names the step.
             load: What it holds.
-            started_s: Step clock when scheduling began.
-            busy: Requests were running before it was scheduled.
+            began_s: Step clock when scheduling began; `None` where the step
+                begins when the one before it ends.
         """
         last_end_s = self._last_end_s
-        if busy and self._contiguous and not self._in_flight:
-            started_s = last_end_s
+        started_s = last_end_s if began_s is None else began_s
         model = self._model
         predicted_ms = model.load_ms(load) if model is not None else 0.0
-        self._in_flight.append((output, load, started_s, predicted_ms))
+        self._in_flight.append((key, load, started_s, predicted_ms))
         self._started_s = started_s if started_s > last_end_s else last_end_s
         self._predicted_ms = predicted_ms
 
     def scheduled_nothing(self) -> None:
         """A step without tokens: the engine waits for something."""
-        self._contiguous = False
+        self.contiguous = False
 
     def settle(self) -> None:
         """Judge the steps that have ended, before anything later is told."""
@@ -108,12 +113,12 @@ class StepMeter:
             self._judge(*ended[0])
             ended.popleft()
 
-    def _judge(self, output: SchedulerOutput, end_s: float) -> None:
+    def _judge(self, key: StepKey, end_s: float) -> None:
         """Compare a step with its prediction, and tell who learns from it."""
         # Outputs come in order; a step without one is passed over.
         in_flight = self._in_flight
-        while in_flight and in_flight[0][0] is not output:
-            if not any(step is output for step, *_ in in_flight):
+        while in_flight and in_flight[0][0] is not key:
+            if not any(step is key for step, *_ in in_flight):
                 return
             in_flight.popleft()
         if not in_flight:
@@ -123,7 +128,7 @@ class StepMeter:
             started_s = self._last_end_s
         measured_ms = (end_s - started_s) * 1e3
         self._last_end_s = end_s
-        self._contiguous = True
+        self.contiguous = True
         self.recent.append((predicted_ms or -1.0, measured_ms))
         self._rule.observe(load, predicted_ms, measured_ms)
         if self._model is not None:

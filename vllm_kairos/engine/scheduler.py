@@ -20,7 +20,7 @@ from vllm.logger import init_logger
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 
 from vllm_kairos.core.online_error import OnlineError
@@ -53,9 +53,10 @@ class KairosMixin(Scheduler):
         rule = self._rule = chunk_rule(settings, model)
         self._phases = RequestPhases(rule.follows_schedule)
         self._snapshot_due_s = float("-inf")
-        #: The step scheduled last, when that began, and whether any ran then;
-        #: `None` once it is accounted for.
-        self._unsettled: tuple[SchedulerOutput, float, bool] | None = None
+        #: The step scheduled last, until it is accounted for.
+        self._unsettled: list[SchedulerOutput] = []
+        #: When that began, where it did not just follow the step before.
+        self._began_s: float | None = None
         name = engine_id(settings, self.vllm_config)
         log = StepLog(settings.step_log, name) if settings.step_log else None
         self._meter = StepMeter(
@@ -85,14 +86,8 @@ class KairosMixin(Scheduler):
                 "chunk schedules are not followed and decodes wait for them. "
                 "State reports tell proxies to deflect nothing to this engine."
             )
-        self._ended = self._meter.ended
-        # Looked up once: a step of a small batch takes vLLM microseconds.
         self._stock_schedule = super().schedule
-        self._stock_update_from_output = super().update_from_output
-        if not self._meter.on:  # Nothing of ours to do there.
-            self.update_from_output = (  # type: ignore[method-assign]
-                self._stock_update_from_output
-            )
+        self._bind_step(super().update_from_output)
         self._take_snapshot()
         self._heartbeat: Heartbeat | None = None
         address = report_address(settings, self.vllm_config)
@@ -111,12 +106,12 @@ class KairosMixin(Scheduler):
         super().add_request(request)
         if not known:
             self._phases.add(request, self.kairos.ttft_slo_ms)
-            self._chunks.stale = True
+        self._chunks.stale = True
 
     def _free_request(
         self, request: Request, delay_free_blocks: bool = False
     ) -> dict[str, Any] | None:
-        if self._unsettled is not None:
+        if self._unsettled:
             self._settle()
         self._phases.remove(request)
         self._chunks.stale = True
@@ -133,30 +128,79 @@ class KairosMixin(Scheduler):
             self._take_snapshot()
 
     def _preempt_request(self, request: Request, timestamp: float) -> None:
-        if self._unsettled is not None:
+        if self._unsettled:
             self._settle()
         computed = request.num_computed_tokens
         super()._preempt_request(request, timestamp)
         self._phases.preempt(request, computed)
         self._chunks.stale = True
 
+    def _update_from_kv_xfer_finished(
+        self, kv_connector_output: KVConnectorOutput
+    ) -> None:
+        super()._update_from_kv_xfer_finished(kv_connector_output)
+        self._chunks.stale = True
+
     # ---------------------------------------------------------------- step
 
-    def _get_new_tokens_limiter(self) -> Limiter | None:
-        if self._unsettled is not None:
-            self._settle()
-        chunks = self._chunks
-        if chunks.stale or self.finished_recving_kv_req_ids:
-            chunks.prepare()
-        return chunks.limiter
+    def _bind_step(self, stock_update: Callable[..., Any]) -> None:
+        """Put what a step waits for into functions that have all at hand.
 
-    def schedule(self) -> SchedulerOutput:
+        A step of a small batch takes vLLM microseconds, and looking things up
+        would be most of what Kairos adds to it.
+        """
+        stock_schedule, settle = self._stock_schedule, self._settle
+        unsettled, chunks, ended = self._unsettled, self._chunks, self._meter.ended
+
+        def schedule() -> SchedulerOutput:
+            if chunks.stale or unsettled:
+                return self._schedule_anew()
+            output = stock_schedule()
+            unsettled.append(output)
+            return output
+
+        def update_from_output(
+            scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+        ) -> Any:
+            if unsettled:
+                settle()
+            # Judged when the next step is settled; its chunks are not yet
+            # bounded by what this one tells.
+            ended.append((scheduler_output.num_scheduled_tokens, self.step_clock_s()))
+            return stock_update(scheduler_output, model_runner_output)
+
+        self.schedule = schedule  # type: ignore[method-assign]
+        # Where nobody wants to know how long steps take there is nothing to do.
+        self.update_from_output = (  # type: ignore[method-assign]
+            update_from_output if self._meter.on else stock_update
+        )
+
+    def _get_new_tokens_limiter(self) -> Limiter | None:
+        return self._chunks.limiter
+
+    def _schedule_anew(self) -> SchedulerOutput:
+        """Schedule a step that was not, or not rightly, made ready for.
+
+        `ChunkLimits.stale` sees to it that every step is that may come after an
+        idle time.
+        """
+        unsettled, chunks = self._unsettled, self._chunks
+        if unsettled:  # EngineCore has not asked for the bitmask.
+            self._settle()
+            if chunks.stale:
+                chunks.prepare()
+            self._take_due_snapshot()
+        else:
+            chunks.prepare()
         busy = bool(self.running)
-        started_s = self.step_clock_s()
+        began_s = None
+        if not busy or not self._meter.contiguous:
+            began_s = self.step_clock_s()
         output = self._stock_schedule()
-        self._unsettled = output, started_s, busy
-        # A node that has just got work says so at once, also in a long step.
-        if not busy or started_s >= self._snapshot_due_s:
+        unsettled.append(output)
+        self._began_s = began_s
+        if not busy:
+            # A node that has just got work says so at once, also in a long step.
             self._take_snapshot()
         return output
 
@@ -165,6 +209,7 @@ class KairosMixin(Scheduler):
         # the result: what is done here costs nobody anything where a device
         # computes.
         self._settle()
+        self._take_due_snapshot()
         return super().get_grammar_bitmask(scheduler_output)
 
     def _settle(self) -> None:
@@ -177,34 +222,28 @@ class KairosMixin(Scheduler):
         the bitmask (a pooling model), or asks late (one that has to wait for
         the tokens of the step before).
         """
+        meter, chunks = self._meter, self._chunks
         # Their ends came before the step that is still to be told of.
-        self._meter.settle()
-        if self._unsettled is not None:
-            output, started_s, busy = self._unsettled
-            self._unsettled = None
-            self._chunks.note_scheduled(output.num_scheduled_tokens)
-            if output.total_num_scheduled_tokens:
+        meter.settle()
+        if self._unsettled:
+            output = self._unsettled.pop()
+            scheduled = output.num_scheduled_tokens
+            chunks.note_scheduled(scheduled)
+            if scheduled:
                 load = self._phases.note_step(output)
-                load.limit_ms = self._chunks.bound_ms
-                if self._meter.on:
-                    self._meter.scheduled(output, load, started_s, busy)
+                load.limit_ms = chunks.bound_ms
+                if meter.on:
+                    meter.scheduled(scheduled, load, self._began_s)
             else:
-                self._meter.scheduled_nothing()
-        self._chunks.prepare()
-
-    def update_from_output(
-        self,
-        scheduler_output: SchedulerOutput,
-        model_runner_output: ModelRunnerOutput,
-    ) -> Any:
-        if self._unsettled is not None:
-            self._settle()
-        # Judged when the next step is settled; its chunks are not yet bounded
-        # by what this one tells.
-        self._ended.append((scheduler_output, self.step_clock_s()))
-        return self._stock_update_from_output(scheduler_output, model_runner_output)
+                meter.scheduled_nothing()
+            self._began_s = None
+        chunks.prepare()
 
     # -------------------------------------------------------------- report
+
+    def _take_due_snapshot(self) -> None:
+        if self.step_clock_s() >= self._snapshot_due_s:
+            self._take_snapshot()
 
     def _take_snapshot(self) -> None:
         self._settle()
