@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
 
@@ -59,6 +60,8 @@ class ChunkLimits:
         limiter: What the next step asks about its requests, `None` for nothing.
         stale: Requests or KV blocks have changed since it was made, or the next
             step need not follow the last: nothing runs, or that held nothing.
+        nothing_to_bound: There is no prefill to bound, and there will be none
+            unless `stale` says so.
         overrides: Steps that gave a prefill past its target a chunk without
             headroom.
         bound_ms: Bound that the next step is put together under.
@@ -74,6 +77,7 @@ class ChunkLimits:
     ):
         self.limiter: Limiter | None = None
         self.stale = True
+        self.nothing_to_bound = False
         self.overrides = 0
         self.bound_ms = math.inf
         self._scheduler = scheduler
@@ -94,7 +98,10 @@ class ChunkLimits:
         self._overdue: OverdueTurns[str] = OverdueTurns()
         #: Who has the turn, its tokens, and whether they are over the bound.
         self._turn: tuple[str, int, bool] | None = None
+        #: The only prefill there is, beside decodes alone, with a chunk.
+        self._only: Deflected | None = None
         self._limit = self._make_limiter()
+        self._limit_only, self._limit_only_to = _make_limiter_of_one()
 
     @property
     def limit_ms(self) -> float | None:
@@ -109,6 +116,7 @@ class ChunkLimits:
             scheduler.num_spec_tokens > 0 or self._idle or not scheduler.running
         )
         self.limiter = None
+        self._only = None
         self._shares = {}
         self._fixed.clear()
         self._turn = None
@@ -117,7 +125,11 @@ class ChunkLimits:
         if scheduler.failed_recving_kv_req_ids:
             phases.note_failed_kv(scheduler.failed_recving_kv_req_ids)
         ordinary = phases.waiting or phases.prefilling
-        if not phases.deflected and not (rule.limits_ordinary and ordinary):
+        self.nothing_to_bound = not phases.deflected and not (
+            rule.limits_ordinary and ordinary
+        )
+        if self.nothing_to_bound:
+            self._overdue = OverdueTurns()
             return
         if not self._splits_prompts:
             # The model or its user wants prompts whole, and a bound that is
@@ -150,7 +162,41 @@ class ChunkLimits:
                 self._share_by_slack(load)
             elif phases.deflected and not ordinary:
                 self._fix_the_only_one(load)
-        self.limiter = self._limit
+        self.limiter = self._limit if self._only is None else self._limit_only
+
+    def as_made_ready(self, output: SchedulerOutput) -> StepLoad | None:
+        """Account for a step that is what `prepare` foresaw, and make the next.
+
+        A deflected prefill beside decodes is in this again and again, and what
+        `RequestPhases.note_step` and `prepare` find out from scratch is known.
+
+        Args:
+            output: The step that has been scheduled.
+
+        Returns:
+            What the step holds; `None` where it need not be what was foreseen,
+            and then nothing has been done.
+        """
+        held = self._only
+        if held is None or self.stale:
+            return None
+        request, load, phases = held.request, self._load, self._phases
+        scheduled = output.num_scheduled_tokens
+        chunk = load.prefill_tokens
+        if (
+            not request.is_prefill_chunk
+            or scheduled.get(request.request_id) != chunk
+            or len(scheduled) != load.decodes + 1
+            or output.total_num_scheduled_tokens != load.decode_tokens + chunk
+        ):
+            return None
+        phases.decode_kv_tokens += load.decode_tokens
+        load.limit_ms = self.bound_ms
+        self.bound_ms = self._rule.limit_ms or math.inf
+        self._load = StepLoad(load.decodes, phases.decode_kv_tokens, load.decodes)
+        if not self._place(held, self._load):
+            self.stale = True
+        return load
 
     def note_scheduled(self, scheduled: dict[str, int]) -> None:
         """A step has been scheduled: keep no room again for whom it was in vain.
@@ -161,8 +207,12 @@ class ChunkLimits:
         Args:
             scheduled: Its tokens by request, none in a step that holds none.
         """
-        self._overdue.step_over()
         self._idle = not scheduled
+        if not scheduled:
+            self.stale = True
+        elif self.nothing_to_bound:
+            return
+        self._overdue.step_over()
         if not scheduled:
             return
         for request_id, share in self._shares.items():
@@ -231,15 +281,30 @@ class ChunkLimits:
         request = held.request
         if request.status != RequestStatus.RUNNING or self._has_turn(key):
             return
+        chunk = self._place(held, load)
+        if not chunk:
+            return
+        self._overdue.served(held.deadline_s)
+        if self._joined or self._overdue.holder is not None:
+            self._fixed[key] = chunk
+        else:
+            self._only = held
+
+    def _place(self, held: Deflected, load: StepLoad) -> int:
+        """Place the chunk of the only deflected prefill in the step."""
+        request = held.request
         computed = request.num_computed_tokens
         # vLLM takes no more of it than its budget has left.
         wanted = request.num_tokens - computed
+        most = self._scheduler.max_num_scheduled_tokens - load.decode_tokens
+        if wanted > most:
+            wanted = most
         chunk = self._rule.chunk(load, computed, wanted, held.tracker)
         if chunk:
             load.add_prefill(chunk, computed)
             load.guarded = True
-            self._fixed[key] = chunk
-            self._overdue.served(held.deadline_s)
+            self._limit_only_to(request, chunk)
+        return chunk
 
     def _make_limiter(self) -> Limiter:
         """The function that vLLM asks about every request of a step."""
@@ -315,6 +380,22 @@ class ChunkLimits:
             return held.deadline_s
         arrival_s: float = request.arrival_time
         return arrival_s + self._settings.ttft_slo_ms / 1e3
+
+
+def _make_limiter_of_one() -> tuple[Limiter, Callable[[Request, int], None]]:
+    """A limiter that bounds one request, and what tells it which and to what."""
+    the_one: Request | None = None
+    most = 0
+
+    def limit(request: Request, computed: int, tokens: int) -> int:
+        return most if request is the_one and tokens > most else tokens
+
+    def limit_to(request: Request, chunk: int) -> None:
+        nonlocal the_one, most
+        the_one = request
+        most = chunk
+
+    return limit, limit_to
 
 
 def _tells_of_prompt(request: Request) -> bool:

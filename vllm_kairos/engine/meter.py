@@ -82,9 +82,7 @@ class StepMeter:
         self._started_s = 0.0
         self._predicted_ms = 0.0
 
-    def scheduled(
-        self, key: StepKey, load: StepLoad, began_s: float | None
-    ) -> None:
+    def scheduled(self, key: StepKey, load: StepLoad, began_s: float | None) -> None:
         """A step that holds tokens has been scheduled.
 
         Args:

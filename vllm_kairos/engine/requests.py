@@ -180,17 +180,21 @@ class RequestPhases:
         else:
             self.waiting = {request_id: request, **self.waiting}
 
-    def note_step(self, output: SchedulerOutput) -> StepLoad:
+    def note_step(
+        self, output: SchedulerOutput, wanted: bool = True
+    ) -> StepLoad | None:
         """Account for a step that has just been scheduled.
 
         Called when the requests' ``num_computed_tokens`` have been advanced.
 
         Args:
             output: The step; it holds tokens.
+            wanted: What it holds is asked for.
 
         Returns:
-            What the step holds. The single token by which a request joins
-            whose KV has arrived is a decode: it costs what a decode costs.
+            What the step holds, `None` where that is not asked for. The single
+            token by which a request joins whose KV has arrived is a decode: it
+            costs what a decode costs.
         """
         for new in output.scheduled_new_reqs:
             self._note_cached(new.req_id)
@@ -204,7 +208,7 @@ class RequestPhases:
         prefilling = self.prefilling
         if not prefilling and not self.deflected:
             self.decode_kv_tokens = kv_tokens + total
-            return StepLoad(len(scheduled), kv_tokens, total)
+            return StepLoad(len(scheduled), kv_tokens, total) if wanted else None
         load = StepLoad()
         finished: list[Request] = []
         for request_id, held in self.deflected.items():
@@ -232,7 +236,7 @@ class RequestPhases:
             if request not in joined:
                 self.decode_kv_tokens += request.num_computed_tokens
             self.decoding[request_id] = request
-        return load
+        return load if wanted else None
 
     def _place_prefilling(
         self, scheduled: dict[str, int], load: StepLoad, finished: list[Request]

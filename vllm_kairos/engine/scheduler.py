@@ -87,7 +87,7 @@ class KairosMixin(Scheduler):
                 "State reports tell proxies to deflect nothing to this engine."
             )
         self._stock_schedule = super().schedule
-        self._bind_step(super().update_from_output)
+        self._bind_step(super().update_from_output, super().get_grammar_bitmask)
         self._take_snapshot()
         self._heartbeat: Heartbeat | None = None
         address = report_address(settings, self.vllm_config)
@@ -143,8 +143,10 @@ class KairosMixin(Scheduler):
 
     # ---------------------------------------------------------------- step
 
-    def _bind_step(self, stock_update: Callable[..., Any]) -> None:
-        """Put what a step waits for into functions that have all at hand.
+    def _bind_step(
+        self, stock_update: Callable[..., Any], stock_bitmask: Callable[..., Any]
+    ) -> None:
+        """Put what every step calls into functions that have all at hand.
 
         A step of a small batch takes vLLM microseconds, and looking things up
         would be most of what Kairos adds to it.
@@ -169,7 +171,19 @@ class KairosMixin(Scheduler):
             ended.append((scheduler_output.num_scheduled_tokens, self.step_clock_s()))
             return stock_update(scheduler_output, model_runner_output)
 
+        def get_grammar_bitmask(scheduler_output: SchedulerOutput) -> Any:
+            # EngineCore asks when it has launched the step and before it waits
+            # for the result: what is done here costs nobody anything where a
+            # device computes.
+            settle()
+            if self.step_clock_s() >= self._snapshot_due_s:
+                self._take_snapshot()
+            return stock_bitmask(scheduler_output)
+
         self.schedule = schedule  # type: ignore[method-assign]
+        self.get_grammar_bitmask = (  # type: ignore[method-assign]
+            get_grammar_bitmask
+        )
         # Where nobody wants to know how long steps take there is nothing to do.
         self.update_from_output = (  # type: ignore[method-assign]
             update_from_output if self._meter.on else stock_update
@@ -187,10 +201,9 @@ class KairosMixin(Scheduler):
         unsettled, chunks = self._unsettled, self._chunks
         if unsettled:  # EngineCore has not asked for the bitmask.
             self._settle()
-            if chunks.stale:
-                chunks.prepare()
-            self._take_due_snapshot()
-        else:
+            if self.step_clock_s() >= self._snapshot_due_s:
+                self._take_snapshot()
+        if chunks.stale:
             chunks.prepare()
         busy = bool(self.running)
         began_s = None
@@ -204,14 +217,6 @@ class KairosMixin(Scheduler):
             self._take_snapshot()
         return output
 
-    def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> Any:
-        # EngineCore asks when it has launched the step and before it waits for
-        # the result: what is done here costs nobody anything where a device
-        # computes.
-        self._settle()
-        self._take_due_snapshot()
-        return super().get_grammar_bitmask(scheduler_output)
-
     def _settle(self) -> None:
         """Account for the step scheduled last, and make ready for the next.
 
@@ -223,27 +228,32 @@ class KairosMixin(Scheduler):
         the tokens of the step before).
         """
         meter, chunks = self._meter, self._chunks
-        # Their ends came before the step that is still to be told of.
-        meter.settle()
+        if meter.ended:
+            # Their ends came before the step that is still to be told of.
+            meter.settle()
         if self._unsettled:
             output = self._unsettled.pop()
             scheduled = output.num_scheduled_tokens
+            load = chunks.as_made_ready(output)
+            if load is not None:
+                meter.scheduled(scheduled, load, self._began_s)
+                self._began_s = None
+                if chunks.stale:
+                    chunks.prepare()
+                return
             chunks.note_scheduled(scheduled)
             if scheduled:
-                load = self._phases.note_step(output)
-                load.limit_ms = chunks.bound_ms
-                if meter.on:
+                load = self._phases.note_step(output, meter.on)
+                if load is not None:
+                    load.limit_ms = chunks.bound_ms
                     meter.scheduled(scheduled, load, self._began_s)
             else:
                 meter.scheduled_nothing()
             self._began_s = None
-        chunks.prepare()
+        if chunks.stale or not chunks.nothing_to_bound:
+            chunks.prepare()
 
     # -------------------------------------------------------------- report
-
-    def _take_due_snapshot(self) -> None:
-        if self.step_clock_s() >= self._snapshot_due_s:
-            self._take_snapshot()
 
     def _take_snapshot(self) -> None:
         self._settle()
