@@ -48,3 +48,11 @@ class StepLoad:
         self.prefill_kv_tokens += computed_tokens
         self.attended += tokens * computed_tokens
         self.squared += tokens * tokens
+
+    def take_back(self, tokens: int, computed_tokens: int) -> None:
+        """Undo `add_prefill`."""
+        self.prefills -= 1
+        self.prefill_tokens -= tokens
+        self.prefill_kv_tokens -= computed_tokens
+        self.attended -= tokens * computed_tokens
+        self.squared -= tokens * tokens

@@ -329,15 +329,27 @@ class ChunkLimits:
             return tokens
         held = self._phases.deflected.get(request_id)
         if self._has_turn(request_id):
-            return self._take_turn(request, held, tokens)
+            return self._take_turn(request, held, computed, tokens)
         load = self._load
         rule = self._rule
+        tracker = held.tracker if held is not None else None
         share = self._shares.get(request_id)
-        if share is not None:
-            granted = min(tokens, share)
-        else:
-            tracker = held.tracker if held is not None else None
+        # Only now is it known what of it is in the prefix cache.
+        found = computed != request.num_computed_tokens and share != 0
+        if share is None:
             granted = rule.chunk(load, computed, tokens, tracker)
+        else:
+            granted = min(tokens, share)
+            if found:
+                load.take_back(share, request.num_computed_tokens)
+                granted = rule.chunk(load, computed, granted, tracker)
+                share = None
+        if found and not granted and self._overdue.holder == request_id:
+            # It has not taken its turn, for without that prefix there is room.
+            kept = min(tokens, self._settings.smallest_chunk_tokens)
+            load.add_prefill(kept, computed)
+            self._turn = request_id, kept, True
+            return self._take_turn(request, held, computed, tokens)
         if held is not None and rule.follows_schedule:
             held.other_tokens = load.tokens
         due_s = self._due_s(request, held)
@@ -360,17 +372,27 @@ class ChunkLimits:
     def _has_turn(self, key: str) -> bool:
         return self._turn is not None and self._turn[0] == key
 
-    def _take_turn(self, request: Request, held: Deflected | None, tokens: int) -> int:
+    def _take_turn(
+        self, request: Request, held: Deflected | None, computed: int, tokens: int
+    ) -> int:
         """The smallest chunk, for the prefill whose turn it is.
 
         A step that it puts over the bound is counted.
         """
         assert self._turn is not None
         key, kept, over = self._turn
+        load = self._load
+        if computed != request.num_computed_tokens and not over:
+            # A part of it is in the prefix cache: what its chunk costs is known
+            # only now.
+            load.take_back(kept, request.num_computed_tokens)
+            tracker = held.tracker if held is not None else None
+            over = self._rule.chunk(load, computed, kept, tracker) < kept
+            load.add_prefill(kept, computed)
         if over:
             self.overrides += 1
         if held is not None:
-            held.other_tokens = self._load.tokens - kept
+            held.other_tokens = load.tokens - kept
         self._overdue.held_back(key, self._due_s(request, held))
         return min(tokens, kept)
 

@@ -82,6 +82,7 @@ class RequestPhases:
         admitted: Tickets taken, newest last.
         cached: Tickets of prompts begun here, with what was found of them in
             the prefix cache.
+        behind: `decode_kv_tokens` has not been kept for a while.
         malformed: Requests whose schedule could not be read.
     """
 
@@ -93,6 +94,7 @@ class RequestPhases:
         self.deflected: dict[str, Deflected] = {}
         self.decoding: dict[str, Request] = {}
         self.decode_kv_tokens = 0
+        self.behind = False
         self.admitted: deque[str] = deque(maxlen=MOST_ADMITTED)
         self.cached: deque[tuple[str, int]] = deque(maxlen=MOST_ADMITTED)
         self.malformed = 0
@@ -150,6 +152,18 @@ class RequestPhases:
             request = self.awaiting_kv.pop(request_id, None)
             if request is not None:
                 self.waiting[request_id] = request
+
+    def recompute(self, request_ids: Iterable[str]) -> None:
+        """Running requests have lost KV that had been loaded for them."""
+        for request_id in request_ids:
+            request = self.decoding.pop(request_id, None)
+            if request is None:
+                continue
+            held = self._schedules.get(request_id)
+            if held is not None:
+                self.deflected[request_id] = held
+            else:
+                self.prefilling[request_id] = request
 
     def remove(self, request: Request) -> None:
         """A request has finished, by whatever cause."""
@@ -289,6 +303,19 @@ class RequestPhases:
 
     def recount(self) -> None:
         """Count `decode_kv_tokens` anew."""
+        self.behind = False
         self.decode_kv_tokens = sum(
             request.num_computed_tokens for request in self.decoding.values()
+        )
+
+    def catch_up(self) -> None:
+        """Count `decode_kv_tokens` anew where it has not been kept."""
+        if self.behind:
+            self.recount()
+
+    @property
+    def only_decodes(self) -> bool:
+        """Requests are past their prefill, all that there are."""
+        return not (
+            self.prefilling or self.deflected or self.waiting or self.awaiting_kv
         )

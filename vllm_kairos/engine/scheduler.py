@@ -87,7 +87,7 @@ class KairosMixin(Scheduler):
                 "State reports tell proxies to deflect nothing to this engine."
             )
         self._stock_schedule = super().schedule
-        self._bind_step(super().update_from_output, super().get_grammar_bitmask)
+        self._make_step(super().update_from_output, super().get_grammar_bitmask)
         self._take_snapshot()
         self._heartbeat: Heartbeat | None = None
         address = report_address(settings, self.vllm_config)
@@ -106,7 +106,11 @@ class KairosMixin(Scheduler):
         super().add_request(request)
         if not known:
             self._phases.add(request, self.kairos.ttft_slo_ms)
-        self._chunks.stale = True
+        self._changed()
+
+    def _enqueue_waiting_request(self, request: Request) -> None:
+        super()._enqueue_waiting_request(request)
+        self._changed()
 
     def _free_request(
         self, request: Request, delay_free_blocks: bool = False
@@ -114,7 +118,7 @@ class KairosMixin(Scheduler):
         if self._unsettled:
             self._settle()
         self._phases.remove(request)
-        self._chunks.stale = True
+        self._changed()
         params: dict[str, Any] | None = super()._free_request(
             request, delay_free_blocks
         )
@@ -122,7 +126,7 @@ class KairosMixin(Scheduler):
 
     def _free_blocks(self, request: Request) -> None:
         super()._free_blocks(request)
-        self._chunks.stale = True
+        self._changed()
         if not self.requests:
             # No step may come that would tell of it.
             self._take_snapshot()
@@ -133,17 +137,33 @@ class KairosMixin(Scheduler):
         computed = request.num_computed_tokens
         super()._preempt_request(request, timestamp)
         self._phases.preempt(request, computed)
-        self._chunks.stale = True
+        self._changed()
 
     def _update_from_kv_xfer_finished(
         self, kv_connector_output: KVConnectorOutput
     ) -> None:
         super()._update_from_kv_xfer_finished(kv_connector_output)
+        self._changed()
+
+    def _handle_invalid_blocks(self, invalid_block_ids: set[int]) -> set[str]:
+        if self._unsettled:
+            self._settle()
+        failed: set[str] = super()._handle_invalid_blocks(invalid_block_ids)
+        if failed and self.recompute_kv_load_failures:
+            self._phases.recompute(failed)
+        self._phases.behind = True
+        self._changed()
+        return failed
+
+    def _changed(self) -> None:
+        """Requests or KV blocks are no longer what was gone by."""
         self._chunks.stale = True
+        if self._quiet:
+            self._bind(quiet=False)
 
     # ---------------------------------------------------------------- step
 
-    def _bind_step(
+    def _make_step(
         self, stock_update: Callable[..., Any], stock_bitmask: Callable[..., Any]
     ) -> None:
         """Put what every step calls into functions that have all at hand.
@@ -176,18 +196,37 @@ class KairosMixin(Scheduler):
             # for the result: what is done here costs nobody anything where a
             # device computes.
             settle()
+            return quiet_bitmask(scheduler_output)
+
+        def quiet_bitmask(scheduler_output: SchedulerOutput) -> Any:
             if self.step_clock_s() >= self._snapshot_due_s:
                 self._take_snapshot()
             return stock_bitmask(scheduler_output)
 
-        self.schedule = schedule  # type: ignore[method-assign]
-        self.get_grammar_bitmask = (  # type: ignore[method-assign]
-            get_grammar_bitmask
-        )
+        self._step = {
+            False: (schedule, get_grammar_bitmask),
+            True: (stock_schedule, quiet_bitmask),
+        }
+        self._bind(quiet=False)
         # Where nobody wants to know how long steps take there is nothing to do.
         self.update_from_output = (  # type: ignore[method-assign]
             update_from_output if self._meter.on else stock_update
         )
+
+    def _bind(self, quiet: bool) -> None:
+        """Choose what EngineCore calls.
+
+        Args:
+            quiet: Requests that decode are all there is, and nobody wants to
+                know how long steps take: until something changes a step tells
+                nothing but how much KV they have by then, and that can be
+                counted when it is asked for.
+        """
+        self._quiet = quiet
+        self._phases.behind = True
+        schedule, bitmask = self._step[quiet]
+        self.schedule = schedule  # type: ignore[method-assign]
+        self.get_grammar_bitmask = bitmask  # type: ignore[method-assign]
 
     def _get_new_tokens_limiter(self) -> Limiter | None:
         return self._chunks.limiter
@@ -204,6 +243,7 @@ class KairosMixin(Scheduler):
             if self.step_clock_s() >= self._snapshot_due_s:
                 self._take_snapshot()
         if chunks.stale:
+            self._phases.catch_up()
             chunks.prepare()
         busy = bool(self.running)
         began_s = None
@@ -227,7 +267,7 @@ class KairosMixin(Scheduler):
         the bitmask (a pooling model), or asks late (one that has to wait for
         the tokens of the step before).
         """
-        meter, chunks = self._meter, self._chunks
+        meter, chunks, phases = self._meter, self._chunks, self._phases
         if meter.ended:
             # Their ends came before the step that is still to be told of.
             meter.settle()
@@ -243,15 +283,18 @@ class KairosMixin(Scheduler):
                 return
             chunks.note_scheduled(scheduled)
             if scheduled:
-                load = self._phases.note_step(output, meter.on)
+                load = phases.note_step(output, meter.on)
                 if load is not None:
                     load.limit_ms = chunks.bound_ms
                     meter.scheduled(scheduled, load, self._began_s)
             else:
                 meter.scheduled_nothing()
             self._began_s = None
+        phases.catch_up()
         if chunks.stale or not chunks.nothing_to_bound:
             chunks.prepare()
+        if phases.only_decodes and not chunks.stale and not meter.on:
+            self._bind(quiet=True)
 
     # -------------------------------------------------------------- report
 
