@@ -152,8 +152,7 @@ class ChunkLimits:
             load.decode_tokens += sum(
                 len(request.spec_token_ids) for request in phases.decoding.values()
             )
-        limit_ms = rule.limit_ms
-        self.bound_ms = math.inf if limit_ms is None else limit_ms
+        self._note_bound()
         self._overdue.start()
         if self._overdue.holder is not None:
             self._keep_turn(load, self._overdue.holder)
@@ -163,6 +162,10 @@ class ChunkLimits:
             elif phases.deflected and not ordinary:
                 self._fix_the_only_one(load)
         self.limiter = self._limit if self._only is None else self._limit_only
+
+    def _note_bound(self) -> None:
+        limit_ms = self._rule.limit_ms
+        self.bound_ms = math.inf if limit_ms is None else limit_ms
 
     def as_made_ready(self, output: SchedulerOutput) -> StepLoad | None:
         """Account for a step that is what `prepare` foresaw, and make the next.
@@ -192,7 +195,7 @@ class ChunkLimits:
             return None
         phases.decode_kv_tokens += load.decode_tokens
         load.limit_ms = self.bound_ms
-        self.bound_ms = self._rule.limit_ms or math.inf
+        self._note_bound()
         self._load = StepLoad(load.decodes, phases.decode_kv_tokens, load.decodes)
         if not self._place(held, self._load):
             self.stale = True
