@@ -209,9 +209,7 @@ class KairosMixin(Scheduler):
         }
         self._bind(quiet=False)
         # Where nobody wants to know how long steps take there is nothing to do.
-        self.update_from_output = (  # type: ignore[method-assign]
-            update_from_output if self._meter.on else stock_update
-        )
+        self.update_from_output = update_from_output if self._meter.on else stock_update
 
     def _bind(self, quiet: bool) -> None:
         """Choose what EngineCore calls.
@@ -225,8 +223,8 @@ class KairosMixin(Scheduler):
         self._quiet = quiet
         self._phases.behind = True
         schedule, bitmask = self._step[quiet]
-        self.schedule = schedule  # type: ignore[method-assign]
-        self.get_grammar_bitmask = bitmask  # type: ignore[method-assign]
+        self.schedule = schedule
+        self.get_grammar_bitmask = bitmask
 
     def _get_new_tokens_limiter(self) -> Limiter | None:
         return self._chunks.limiter
