@@ -185,14 +185,18 @@ class ChunkLimits:
             return None
         request, load, phases = held.request, self._load, self._phases
         scheduled = output.num_scheduled_tokens
-        chunk = load.prefill_tokens
+        tokens = scheduled.get(request.request_id)
         if (
             not request.is_prefill_chunk
-            or scheduled.get(request.request_id) != chunk
+            or not tokens
             or len(scheduled) != load.decodes + 1
-            or output.total_num_scheduled_tokens != load.decode_tokens + chunk
+            or output.total_num_scheduled_tokens != load.decode_tokens + tokens
         ):
             return None
+        if tokens != load.prefill_tokens:  # vLLM's budget had no more left.
+            computed = request.num_computed_tokens - tokens
+            load.take_back(load.prefill_tokens, computed)
+            load.add_prefill(tokens, computed)
         phases.decode_kv_tokens += load.decode_tokens
         load.limit_ms = self.bound_ms
         self._note_bound()
@@ -299,9 +303,6 @@ class ChunkLimits:
         computed = request.num_computed_tokens
         # vLLM takes no more of it than its budget has left.
         wanted = request.num_tokens - computed
-        most = self._scheduler.max_num_scheduled_tokens - load.decode_tokens
-        if wanted > most:
-            wanted = most
         chunk = self._rule.chunk(load, computed, wanted, held.tracker)
         if chunk:
             load.add_prefill(chunk, computed)

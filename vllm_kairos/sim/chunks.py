@@ -166,19 +166,30 @@ class ChunkLimits:
         if not held and (request.phase == Phase.DECODE or request in self._awaiting):
             return tokens
         load = self._load
+        tracker = request.tracker if held else None
         turn = self._turn
         if turn is not None and turn[0] is request:
             _, kept, over = turn
-            self.overrides += over
-            request.other_tokens = load.tokens - kept
-            self._overdue.held_back(request, request.due_ms)
-            return min(tokens, kept)
+            if computed != request.computed and not over:
+                load.take_back(kept, request.computed)
+                over = self._rule.chunk(load, computed, kept, tracker) < kept
+                load.add_prefill(kept, computed)
+            return self._take_turn(request, tokens, kept, over)
         share = self._shares.get(request)
+        found = computed != request.computed and share != 0
         if share is not None:
             granted = min(tokens, share)
+            if found:
+                # A part is in the prefix cache: it is bounded for what is left.
+                load.take_back(share, request.computed)
+                granted = self._rule.chunk(load, computed, granted, tracker)
+                share = None
         else:
-            tracker = request.tracker if held else None
             granted = self._rule.chunk(load, computed, tokens, tracker)
+        if found and not granted and self._overdue.holder is request:
+            kept = min(tokens, self._node.limits.smallest_chunk_tokens)
+            load.add_prefill(kept, computed)
+            return self._take_turn(request, tokens, kept, True)
         if held:
             request.other_tokens = load.tokens
         if granted:
@@ -190,3 +201,12 @@ class ChunkLimits:
             # Held back for ever it would starve.
             self._overdue.held_back(request, request.due_ms)
         return granted
+
+    def _take_turn(
+        self, request: EngineRequest, tokens: int, kept: int, over: bool
+    ) -> int:
+        """As the engine's ``ChunkLimits._take_turn``."""
+        self.overrides += over
+        request.other_tokens = self._load.tokens - kept
+        self._overdue.held_back(request, request.due_ms)
+        return min(tokens, kept)
