@@ -53,7 +53,7 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from vllm.v1.core.sched import scheduler as vllm_scheduler
-from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
 from tests.engine.test_state_report import profile_of_model
 from tests.engine.virtual import VirtualEngine, make_scheduler
@@ -124,6 +124,8 @@ def timed_step(
         req_ids=ids,
         req_id_to_index={r: i for i, r in enumerate(ids)},
         sampled_token_ids=sampled,
+        # As vLLM's worker does in every step of a node with a KV connector.
+        kv_connector_output=KVConnectorOutput(),
     )
     again = time.perf_counter()
     scheduler.update_from_output(output, result)

@@ -349,7 +349,8 @@ class VirtualEngine:
             sampled.append([11] * (1 + len(drafts)) if done else [])
             if done:
                 self.first_token_ms.setdefault(request_id, self.now_ms)
-        kv = None
+        # With a connector the worker has something to say in every step.
+        kv = KVConnectorOutput()
         if self._arrived:
             known = self.scheduler.requests
             self._arrived &= known.keys()

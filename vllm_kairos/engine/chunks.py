@@ -124,7 +124,8 @@ class ChunkLimits:
         rule = self._rule
         if scheduler.failed_recving_kv_req_ids:
             phases.note_failed_kv(scheduler.failed_recving_kv_req_ids)
-        ordinary = phases.waiting or phases.prefilling
+        self._note_joining()
+        ordinary = phases.waiting or phases.prefilling or phases.may_compute()
         self.nothing_to_bound = not phases.deflected and not (
             rule.limits_ordinary and ordinary
         )
@@ -135,11 +136,7 @@ class ChunkLimits:
             # The model or its user wants prompts whole, and a bound that is
             # below one would hold it back for as long as anybody decodes.
             return
-        joining = scheduler.finished_recving_kv_req_ids
-        if joining:
-            self.stale = True
-            # A request whose KV failed to load computes its prompt like any other.
-            joining = joining - scheduler.failed_recving_kv_req_ids
+        joining = self._joined
         decodes = len(phases.decoding) + len(joining)
         if not decodes and not phases.deflected:
             return
@@ -147,7 +144,6 @@ class ChunkLimits:
         for request_id in joining:
             request = scheduler.requests[request_id]
             load.decode_kv_tokens += request.num_computed_tokens
-        self._joined = joining
         if scheduler.num_spec_tokens:
             load.decode_tokens += sum(
                 len(request.spec_token_ids) for request in phases.decoding.values()
@@ -162,6 +158,22 @@ class ChunkLimits:
             elif phases.deflected and not ordinary:
                 self._fix_the_only_one(load)
         self.limiter = self._limit if self._only is None else self._limit_only
+
+    def _note_joining(self) -> None:
+        """Find out whose KV has arrived: they join the decodes by one token.
+
+        Of those that vLLM has promoted already some may not have been
+        scheduled (no block was free, the adapters of a step were all taken).
+        """
+        scheduler = self._scheduler
+        joining = scheduler.finished_recving_kv_req_ids
+        if self._joined:
+            joining = joining | (self._joined & self._phases.awaiting_kv.keys())
+        if joining:
+            self.stale = True
+            # A request whose KV failed to load computes its prompt like any other.
+            joining = joining - scheduler.failed_recving_kv_req_ids
+        self._joined = joining
 
     def _note_bound(self) -> None:
         limit_ms = self._rule.limit_ms
@@ -189,6 +201,7 @@ class ChunkLimits:
         if (
             not request.is_prefill_chunk
             or not tokens
+            or output.scheduled_new_reqs
             or len(scheduled) != load.decodes + 1
             or output.total_num_scheduled_tokens != load.decode_tokens + tokens
         ):
@@ -238,6 +251,8 @@ class ChunkLimits:
             request = phases.prefilling[key]
         elif key in phases.waiting:
             request = phases.waiting[key]
+        elif key in phases.awaiting_kv:  # There was nothing to fetch.
+            request = phases.awaiting_kv[key]
         else:  # It has ended.
             return
         computed = request.num_computed_tokens
@@ -390,6 +405,7 @@ class ChunkLimits:
             # A part of it is in the prefix cache: what its chunk costs is known
             # only now.
             load.take_back(kept, request.num_computed_tokens)
+            kept = min(kept, tokens)
             tracker = held.tracker if held is not None else None
             over = self._rule.chunk(load, computed, kept, tracker) < kept
             load.add_prefill(kept, computed)

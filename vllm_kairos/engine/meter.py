@@ -93,6 +93,9 @@ class StepMeter:
         """
         last_end_s = self._last_end_s
         started_s = last_end_s if began_s is None else began_s
+        if began_s is None and self._in_flight:
+            # The step before may have begun long after the one before that.
+            started_s = max(started_s, self._in_flight[-1][2])
         model = self._model
         predicted_ms = model.load_ms(load) if model is not None else 0.0
         self._in_flight.append((key, load, started_s, predicted_ms))

@@ -297,7 +297,10 @@ class RequestPhases:
             self._joining.add(request_id)
         else:
             request = self.waiting.pop(request_id, None)
-            request = request or self.decoding.pop(request_id, None)
+            if request is None:
+                # A session that has been given more of its prompt.
+                request = self.decoding.pop(request_id, None)
+                self.behind = True
         if request is not None:
             self.prefilling[request_id] = request
 
@@ -312,6 +315,15 @@ class RequestPhases:
         """Count `decode_kv_tokens` anew where it has not been kept."""
         if self.behind:
             self.recount()
+
+    def may_compute(self) -> bool:
+        """Whether one that is to fetch its KV may yet have to compute its prompt.
+
+        That is told when vLLM first schedules it: the connector finds nothing
+        to fetch, or not all, or fetches within the step.
+        """
+        waiting = RequestStatus.WAITING
+        return any(r.status == waiting for r in self.awaiting_kv.values())
 
     @property
     def only_decodes(self) -> bool:

@@ -18,6 +18,7 @@ from typing import Any
 
 from vllm.logger import init_logger
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
@@ -36,7 +37,11 @@ logger = init_logger(__name__)
 
 
 class KairosMixin(Scheduler):
-    """What Kairos adds to a vLLM scheduler. Not used by itself."""
+    """What Kairos adds to a vLLM scheduler. Not used by itself.
+
+    ``schedule``, ``update_from_output`` and ``get_grammar_bitmask`` are bound to
+    the instance (`_make_step`), so a subclass that defines them is not asked.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -143,6 +148,17 @@ class KairosMixin(Scheduler):
         self, kv_connector_output: KVConnectorOutput
     ) -> None:
         super()._update_from_kv_xfer_finished(kv_connector_output)
+        # With a connector this comes with every step. What has been sent is
+        # freed, and that is told of.
+        if kv_connector_output.finished_recving:
+            self._changed()
+
+    def set_pause_state(self, pause_state: PauseState) -> None:
+        super().set_pause_state(pause_state)
+        if self._unsettled:
+            self._settle()
+        # The next step does not follow the last.
+        self._meter.contiguous = False
         self._changed()
 
     def _handle_invalid_blocks(self, invalid_block_ids: set[int]) -> set[str]:

@@ -172,6 +172,7 @@ class ChunkLimits:
             _, kept, over = turn
             if computed != request.computed and not over:
                 load.take_back(kept, request.computed)
+                kept = min(kept, tokens)
                 over = self._rule.chunk(load, computed, kept, tracker) < kept
                 load.add_prefill(kept, computed)
             return self._take_turn(request, tokens, kept, over)
