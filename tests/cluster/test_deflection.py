@@ -193,8 +193,8 @@ def test_late_joiner_decodes_in_the_next_step(cluster: Cluster) -> None:
     with Decodes(cluster, 2):
         long = threading.Thread(
             target=ask,
-            args=(cluster.decode.url, cluster.model, prompt_ids(12_000, 1042)),
-            kwargs={"kv_transfer_params": schedule_params("joiner", [66] * 200)},
+            args=(cluster.decode.url, cluster.model, prompt_ids(16_000, 1042)),
+            kwargs={"kv_transfer_params": schedule_params("joiner", [66] * 260)},
         )
         long.start()
         time.sleep(0.2)
