@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
@@ -213,6 +214,37 @@ def test_what_the_last_steps_tell_of_the_next_is_learnt() -> None:
     assert late_in_turns <= 0.0065 and late_in_spells <= 0.0065
     # Half of the time nobody is in the way, and now that is known.
     assert bound_in_spells > 1.1 * bound_in_turns
+
+
+def test_what_the_last_steps_told_is_forgotten_while_decodes_alone_run() -> None:
+    """They may be an hour ago when the next prefill comes."""
+    feedback = Feedback(TAU_MS)
+    in_spells(feedback, 200)
+    rng = random.Random(3)
+    for _ in range(30):
+        measured = feedback.limit_ms * 1.5 * rng.lognormvariate(0.0, 0.03)
+        feedback.observe(feedback.limit_ms, measured, feedback.limit_ms)
+    lean, limit_ms, bias = feedback._lean, feedback.limit_ms, feedback.bias
+    assert lean > 0.1
+    bounds = []
+    for _ in range(200):
+        feedback.observe_decodes(15.0, 15.0)
+        bounds.append(feedback.limit_ms)
+    assert bounds == sorted(bounds) and limit_ms < bounds[0]
+    assert bounds[9] == pytest.approx(limit_ms * math.exp(0.65 * lean), rel=0.02)
+    # Mean and spread are of prefills still.
+    assert bounds[-1] == pytest.approx(limit_ms * math.exp(lean), rel=0.02)
+    assert feedback.bias == bias
+
+
+def test_a_late_step_lowers_the_bound_where_ever_so_many_may_be_late() -> None:
+    feedback = Feedback(TAU_MS, late_share=0.4)
+    for _ in range(5000):
+        feedback.observe_decodes(25.0, 25.0)
+    assert feedback._share() == 0.5
+    trim = feedback._trim
+    feedback.observe(60.0, 1.01 * TAU_MS)
+    assert feedback._trim < trim
 
 
 def test_decodes_between_prefills_change_nothing() -> None:

@@ -28,7 +28,8 @@ class Feedback:
     What slows a step down (a neighbour on the same cores, a transfer) often
     slows down the next ones too: `lean` is how far the last few were off the
     mean, times what such a distance has told of the next step so far, which
-    is nothing where errors are independent. The spread is what is left.
+    is nothing where errors are independent. The spread is what is left. While
+    decodes alone run the last few grow old, and tell less with every step.
 
     ``z`` belongs to the share of these steps that may be late. `trim` is moved
     by every step that was not known beforehand to be over the bound, a little
@@ -60,8 +61,10 @@ class Feedback:
     _PRIOR_STEPS = 8.0
     #: Steps that carry a prefill may be late so many times as often as all.
     _MOST_UNEVEN = 4.0
-    #: Memory of what the last few steps were like.
+    #: Memory of what the last few steps were like, and what is too little of it
+    #: to matter.
     _RECENT_STEPS = 10
+    _TOO_LITTLE = 1e-3
     #: Memory of how many steps carry one.
     _SHARE_STEPS = 1000
     _TRIM_STEP = 0.05
@@ -88,6 +91,7 @@ class Feedback:
         "steps",
         "_beta_most",
         "_late_share",
+        "_most_late",
         "_z",
         "_z_slope",
         "_carrying",
@@ -125,7 +129,9 @@ class Feedback:
         normal = NormalDist()
         self._z = normal.inv_cdf(1.0 - late_share)
         # Between the two shares z is all but linear in the log of the share.
-        most_late = min(0.5, self._MOST_UNEVEN * late_share)
+        # Above a half the slope would be of the wrong tail, and above one a late
+        # step would raise the bound.
+        self._most_late = most_late = min(0.5, self._MOST_UNEVEN * late_share)
         lower = normal.inv_cdf(1.0 - most_late) - self._z
         self._z_slope = lower / log(most_late / late_share)
         #: Share of the decode steps that carry a prefill, and of those that
@@ -234,6 +240,8 @@ class Feedback:
         self._decode_variance += rate * (
             (1.0 - rate) * delta * delta - self._decode_variance
         )
+        if self._recent:
+            self._age_recent()
         self._quiet_steps += 1
         room_ms = self.first_limit_ms - predicted_ms
         if (
@@ -244,11 +252,23 @@ class Feedback:
         # What is forgotten weighs no more against what comes.
         self._weight += rate * (self._PRIOR_STEPS - self._weight)
         self._mean += rate * (self._decode_mean - self._mean)
-        self._recent -= rate * self._recent
-        self._lean -= rate * self._lean
         self._variance += rate * (self._decode_variance - self._variance)
         self._trim += rate * (1.0 - self._trim)
         self.limit_ms = self._limit_ms()
+
+    def _age_recent(self) -> None:
+        """The last few steps that carried a prefill are one step longer ago."""
+        keep = 1.0 - 1.0 / self._RECENT_STEPS
+        recent = self._recent * keep
+        if not -self._TOO_LITTLE < recent < self._TOO_LITTLE:
+            self._recent = recent
+            lean = self._lean * keep
+        else:
+            # The lean is never more than this.
+            self._recent = lean = 0.0
+        if lean != self._lean:
+            self._lean = lean
+            self.limit_ms = self._limit_ms()
 
     def _log_ratio(self, predicted_ms: float, measured_ms: float) -> float:
         ratio = log(measured_ms / predicted_ms)
@@ -261,7 +281,7 @@ class Feedback:
         room = target - self._late_alone
         if room <= target * carrying:
             return target
-        most = self._MOST_UNEVEN * target
+        most = self._most_late
         return most if room >= most * carrying else room / carrying
 
     def _limit_ms(self) -> float:
