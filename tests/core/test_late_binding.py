@@ -9,7 +9,7 @@ import pytest
 
 from tests.core.test_fast_decisions import A100, LINK, random_fleet
 from vllm_kairos.core.fleet import Fleet, NodeState, PrefillWork, Request
-from vllm_kairos.core.policies.kairos import Kairos
+from vllm_kairos.core.policies.kairos import PARTS, Kairos
 from vllm_kairos.core.route import Route
 from vllm_kairos.core.settings import Settings
 from vllm_kairos.core.step_model import Predictor, StepModel
@@ -101,6 +101,19 @@ def test_a_long_prompt_that_waits_keeps_no_decode_node_from_short_ones() -> None
         assert len(routes) == expected
         routes = look(Kairos(Settings(), longest_slos=longest_slos), fleet, short)
         assert len(routes) == 1
+
+
+def test_without_that_part_a_late_prompt_may_take_longer_than_an_slo_too() -> None:
+    busy = NodeState("p", A100, prefills=[PrefillWork(2_000_000)])
+    decode = NodeState("d", A100, decodes=6, decode_kv_tokens=9000, limit_ms=63.0)
+    slos = Settings()
+    late = Request(90_000, "late", -1.5 * slos.ttft_slo_ms)
+    needs_ms = Kairos(slos).views.of(decode).planner.walk_ms(late.prompt_tokens)
+    assert needs_ms is not None and needs_ms > 1.5 * slos.ttft_slo_ms
+    without = float(PARTS["longest_slos"])
+    for longest_slos, expected in ((1.0, 0), (without, 1)):
+        policy = Kairos(slos, longest_slos=longest_slos)
+        assert len(look(policy, Fleet([busy], [decode]), late)) == expected
 
 
 @pytest.mark.parametrize("most", [1, 3, 32])

@@ -31,7 +31,7 @@ PARTS = {
     "sizes": "candidates",
     "ttft": "paper",
     "balance": "round_robin",
-    "longest_slos": "1",
+    "longest_slos": "1000",
     "transfer": "false",
     "ledger": "false",
 }
@@ -66,6 +66,8 @@ class Kairos(Policy):
         longest_slos: Of requests that wait, a decode node takes none whose
             chunks need longer than this many TTFT SLOs: it would be lost for
             that long to many short ones, and its decodes will have changed.
+            One that is late already may need longer than an SLO and be better
+            off there for all that: only a value far above 1 leaves this out.
     """
 
     name = "kairos"
@@ -206,7 +208,13 @@ class Kairos(Policy):
         return view.decode_step_ms(prompt_tokens)
 
     def _limit_ms(self, node: NodeState) -> float:
-        """Bound on a step there: what the engine says is in force, or ours."""
+        """Bound on a step there: what the engine says is in force, or ours.
+
+        No report tells the engine's mode. One that is in ``planned`` mode says
+        what its errors have made of ``beta * tau``, and where nobody decodes
+        yet that gives way to ours here, although its schedules are fixed: a
+        decode that joins one of them may be late by those errors.
+        """
         if self.chunks != "adaptive" or node.limit_ms is None:
             return self.settings.limit_ms
         limit_ms = min(node.limit_ms, self.settings.tau_ms)
