@@ -346,6 +346,27 @@ async def test_releases_are_few_at_once_and_short_and_hold_nobody_up(
     assert not c.proxy.kairos.service.releases._tasks
 
 
+async def test_a_silent_decode_node_keeps_no_turn_from_the_others_for_long(
+    cluster: MakeCluster,
+    client: aiohttp.ClientSession,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(release, "SILENT_S", 0.5)
+    c = cluster(decode=2)
+    first, other = (c.proxy.kairos.service.fleet[d.address] for d in c.decode)
+    other.up = False
+    c.decode[0].on_release = hang
+    await leave_the_decode_leg(c, client, release.MOST_AT_ONCE)
+    await until(lambda: len(c.decode[0].releases) == release.MOST_AT_ONCE)
+    first.up, other.up = False, True
+    c.decode[1].behaviour = error(400)
+    assert await ask(c, client) == 400
+    assert not c.decode[1].releases
+    # And none of those goes on to it: the silent one has the handle.
+    await becomes(c, client, {"timeout": release.MOST_AT_ONCE, "released": 1})
+    assert len(c.decode[1].releases) == 1
+
+
 async def test_more_than_a_bounded_number_of_them_are_not_begun(
     cluster: MakeCluster,
     client: aiohttp.ClientSession,

@@ -38,6 +38,8 @@ MOST_AT_ONCE = 8
 MOST = 1024
 #: Longest a release may take, its wait for its turn included.
 LONGEST_S = 20.0
+#: Longest silence of a node that was asked: it keeps a turn from the others.
+SILENT_S = 5.0
 #: A decode leg whose client has left may have reached the engine, which then
 #: frees the KV itself. After so long it has, or never will.
 SETTLED_S = 1.0
@@ -211,8 +213,12 @@ class Releases:
     async def _ask(self, kv: HeldKV, nodes: Sequence[Node]) -> str:
         """Ask one after the other; one that was reached is the last.
 
-        A handle that brings one engine to a failure must not go round.
+        A handle that brings one engine to a failure must not go round, and one
+        that is silent may read yet.
         """
+        timeout = aiohttp.ClientTimeout(
+            sock_connect=self._session.timeout.sock_connect, sock_read=SILENT_S
+        )
         for node in nodes:
             if not kv.holder.up:
                 return "holder_down"
@@ -222,12 +228,17 @@ class Releases:
             headers["X-Request-Id"] = uuid.uuid4().hex
             try:
                 async with self._session.post(
-                    node.url(COMPLETIONS), data=kv.request(), headers=headers
+                    node.url(COMPLETIONS),
+                    data=kv.request(),
+                    headers=headers,
+                    timeout=timeout,
                 ) as answer:
                     await answer.read()
                     return "released" if answer.status == 200 else "refused"
             except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError):
                 continue
+            except asyncio.TimeoutError:
+                return "timeout"
             except (aiohttp.ClientError, OSError):
                 return "broken"
         return "no_node"
