@@ -64,7 +64,7 @@ class LateBinder:
         service.metrics.watch_queue(self.classes)
         # A request waits no longer than this and a heartbeat, whatever its
         # policy makes of it.
-        self._longest_ms = policy.oldest_ms
+        self._oldest_ms = policy.oldest_ms
 
     def __len__(self) -> int:
         return len(self._held)
@@ -162,7 +162,7 @@ class LateBinder:
         routed: list[tuple[Request, Route | None]] = []
         routed += self._policy.assign(fleet, _BATCH)
         sent = {request.request_id for request, _ in routed}
-        oldest_ms = fleet.now_ms - self._longest_ms
+        oldest_ms = fleet.now_ms - self._oldest_ms
         for name, held in self._held.items():
             if held.request.arrival_ms > oldest_ms or len(routed) >= _BATCH:
                 break
