@@ -12,10 +12,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 
 from vllm_kairos.cli import main
 from vllm_kairos.core.policies.kairos import PARTS
-from vllm_kairos.sim import output
+from vllm_kairos.sim import output, paper_lab
 from vllm_kairos.sim.paper_sections import spread
 
 FAST = ["--requests", "60", "--no-progress", "--jobs", "1"]
@@ -344,6 +345,26 @@ def test_paper_writes_its_report_summary_and_figures(tmp_path: Path) -> None:
         assert (out / f"figure{figure}.png").stat().st_size > 5000
     summary = json.loads((out / "summary.json").read_text())
     assert {m["policy"] for m in summary["table_4"]} >= {"oracle", "sl:length=512"}
+
+
+def test_of_a_paper_only_what_cannot_be_written_is_put_down_to_its_output(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", "figure2.png")
+
+    def no_worker(*_: object, **__: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    command = ["paper", *FAST, "--seeds", "1", "--output", str(tmp_path / "paper")]
+    with monkeypatch.context() as patch:
+        patch.setattr(Figure, "savefig", full)
+        assert main(command) == 2
+    error = capsys.readouterr().err
+    assert f"{tmp_path / 'paper'}: figure2.png: No space left on device" in error
+    monkeypatch.setattr(paper_lab, "run_cells", no_worker)
+    with pytest.raises(OSError, match="Too many open files"):
+        main(command)
 
 
 def test_a_count_of_a_rare_event_is_told_with_its_spread() -> None:

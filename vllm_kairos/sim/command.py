@@ -44,7 +44,7 @@ from vllm_kairos.sim.options import (
     settings_of,
     workload_of,
 )
-from vllm_kairos.sim.output import RowsFile, check_files, write, writing
+from vllm_kairos.sim.output import RowsFile, check_files, write
 from vllm_kairos.sim.results import mean_of
 from vllm_kairos.sim.tables import capacity_table, sweep_table, table
 from vllm_kairos.sim.workload import WORKLOADS
@@ -221,8 +221,7 @@ def run(args: argparse.Namespace) -> int:
 
             rows.keep()
             _write_summary(args.output, summary)
-            with writing(args.output):
-                sweep_figures(summary, args.output)
+            sweep_figures(summary, args.output)
     print(sweep_table(summary["mean"], settings.tau_ms, len(seeds)))
     return 0
 

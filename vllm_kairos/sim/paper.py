@@ -108,8 +108,7 @@ def run(args: argparse.Namespace) -> int:
         "Each cell reads ours / the paper's.",
     ]
     for section in (table_1, table_3, table_4, figures, sensitivity):
-        with writing(args.output):
-            text = section(lab, summary, args.output)
+        text = section(lab, summary, args.output)
         report.append(text)
         print(text, end="\n\n", flush=True)
     report.append(

@@ -7,6 +7,8 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from vllm_kairos.sim.output import writing
+
 Series = Mapping[str, tuple[Sequence[float], Sequence[float]]]
 
 
@@ -55,7 +57,8 @@ def lines(
         axis.grid(alpha=0.3)
     axes[0][0].legend(fontsize=7)
     figure.tight_layout()
-    figure.savefig(path, dpi=130)
+    with writing(os.path.dirname(path)):
+        figure.savefig(path, dpi=130)
     plt.close(figure)
 
 
@@ -90,7 +93,8 @@ def bars(
     if any(panels[0][2]):
         axes[0][0].legend(fontsize=7)
     figure.tight_layout()
-    figure.savefig(path, dpi=130)
+    with writing(os.path.dirname(path)):
+        figure.savefig(path, dpi=130)
     plt.close(figure)
 
 
