@@ -20,12 +20,11 @@ import tempfile
 import time
 from pathlib import Path
 
-from vllm.v1.core.sched.output import SchedulerOutput
 
 from vllm_kairos.core.chunk_rule import PlannedRule
 from vllm_kairos.core.online_error import OnlineError
 from vllm_kairos.core.step_load import StepLoad
-from vllm_kairos.engine.meter import StepMeter
+from vllm_kairos.engine.meter import StepKey, StepMeter
 from vllm_kairos.engine.recorder import StepLog
 
 #: A fast decode step; slower ones have more room.
@@ -47,14 +46,14 @@ def meter(log: StepLog | None) -> StepMeter:
 
 def run(measured: StepMeter) -> tuple[float, float]:
     """Microseconds of a step, and of the heartbeat's part of it."""
-    outputs = [SchedulerOutput.make_empty() for _ in range(STEPS_A_BEAT)]
+    steps: list[StepKey] = [{"request": 1} for _ in range(STEPS_A_BEAT)]
     step_s = digest_s = 0.0
     clock = time.perf_counter
     for _ in range(STEPS // STEPS_A_BEAT):
         started = clock()
-        for output in outputs:
-            measured.scheduled(output, StepLoad(16, 20_000, 16), clock(), True)
-            measured.ended.append((output, clock()))
+        for key in steps:
+            measured.scheduled(key, StepLoad(16, 20_000, 16), clock())
+            measured.ended.append((key, clock()))
             measured.settle()
         between = clock()
         measured.digest()
