@@ -20,7 +20,6 @@ import tempfile
 import time
 from pathlib import Path
 
-
 from vllm_kairos.core.chunk_rule import PlannedRule
 from vllm_kairos.core.online_error import OnlineError
 from vllm_kairos.core.step_load import StepLoad
