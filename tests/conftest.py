@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 
@@ -28,6 +29,8 @@ from quickstart.servers import proxy_command
 
 #: A test machine may be busy with other tests.
 WAIT_S = 2 * START_TIMEOUT_S
+settings.register_profile("busy machine", deadline=None)
+settings.load_profile("busy machine")
 
 
 @pytest.fixture(scope="session")
