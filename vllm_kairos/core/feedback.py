@@ -176,7 +176,7 @@ class Feedback:
         """
         if not (0.0 < predicted_ms < _INFINITE and 0.0 < measured_ms < _INFINITE):
             return
-        # The engine waits for this in every step: attributes are read and
+        # Done in every step that carries a prefill: attributes are read and
         # written once.
         late = measured_ms > self.tau_ms
         self.steps += 1
