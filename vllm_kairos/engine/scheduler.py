@@ -21,7 +21,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
 from vllm_kairos.core.online_error import OnlineError
@@ -144,15 +144,6 @@ class KairosMixin(Scheduler):
         self._phases.preempt(request, computed)
         self._changed()
 
-    def _update_from_kv_xfer_finished(
-        self, kv_connector_output: KVConnectorOutput
-    ) -> None:
-        super()._update_from_kv_xfer_finished(kv_connector_output)
-        # With a connector this comes with every step. What has been sent is
-        # freed, and that is told of.
-        if kv_connector_output.finished_recving:
-            self._changed()
-
     def set_pause_state(self, pause_state: PauseState) -> None:
         super().set_pause_state(pause_state)
         if self._unsettled:
@@ -189,9 +180,11 @@ class KairosMixin(Scheduler):
         """
         stock_schedule, settle = self._stock_schedule, self._settle
         unsettled, chunks, ended = self._unsettled, self._chunks, self._meter.ended
+        arrived = self.finished_recving_kv_req_ids
 
         def schedule() -> SchedulerOutput:
-            if chunks.stale or unsettled:
+            # KV that has arrived comes with a step's output and tells nobody.
+            if chunks.stale or unsettled or arrived:
                 return self._schedule_anew()
             output = stock_schedule()
             unsettled.append(output)
@@ -256,7 +249,7 @@ class KairosMixin(Scheduler):
             self._settle()
             if self.step_clock_s() >= self._snapshot_due_s:
                 self._take_snapshot()
-        if chunks.stale:
+        if chunks.stale or self.finished_recving_kv_req_ids:
             self._phases.catch_up()
             chunks.prepare()
         busy = bool(self.running)
