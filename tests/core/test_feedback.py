@@ -241,7 +241,7 @@ def test_a_late_step_lowers_the_bound_where_ever_so_many_may_be_late() -> None:
     feedback = Feedback(TAU_MS, late_share=0.4)
     for _ in range(5000):
         feedback.observe_decodes(25.0, 25.0)
-    assert feedback._share() == 0.5
+    assert feedback._share == 0.5
     trim = feedback._trim
     feedback.observe(60.0, 1.01 * TAU_MS)
     assert feedback._trim < trim

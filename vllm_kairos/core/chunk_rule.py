@@ -26,11 +26,14 @@ class ChunkRule(abc.ABC):
             slack is served first; otherwise they share in arrival order.
         follows_schedule: Asks a prefill's tracker which chunk comes next, so
             somebody must tell the tracker what was granted.
+        limit_ms: Bound on a predicted step now in force, `None` where there is
+            none. Not a property: every step asks.
     """
 
     limits_ordinary = False
     by_slack = False
     follows_schedule = True
+    limit_ms: float | None = None
 
     @abc.abstractmethod
     def chunk(
@@ -61,11 +64,6 @@ class ChunkRule(abc.ABC):
             measured_ms: As it was.
         """
         return
-
-    @property
-    def limit_ms(self) -> float | None:
-        """Bound on a predicted step now in force, `None` where there is none."""
-        return None
 
 
 class PlannedRule(ChunkRule):
@@ -109,10 +107,12 @@ class AdaptiveRule(ChunkRule):
     limits_ordinary = True
     by_slack = True
     follows_schedule = False
+    limit_ms: float
 
     def __init__(self, model: StepModel, feedback: Feedback, smallest_tokens: int = 16):
         self._model = model
         self._feedback = feedback
+        self.limit_ms = feedback.limit_ms
         self._smallest_tokens = smallest_tokens
 
     def chunk(
@@ -124,26 +124,25 @@ class AdaptiveRule(ChunkRule):
     ) -> int:
         if tracker is None and load.decodes == 0 and not load.guarded:
             return wanted_tokens
-        feedback = self._feedback
-        limit_ms = feedback.limit_ms
-        if load.decodes == 0 and limit_ms < feedback.first_limit_ms:
-            limit_ms = feedback.first_limit_ms
+        limit_ms = self.limit_ms
+        if load.decodes == 0:
+            limit_ms = max(limit_ms, self._feedback.first_limit_ms)
         chunk = self._model.largest_addition(
             load, computed_tokens, limit_ms, wanted_tokens
         )
-        return chunk if chunk >= min(self._smallest_tokens, wanted_tokens) else 0
+        if chunk < self._smallest_tokens and chunk < wanted_tokens:
+            return 0
+        return chunk
 
     def observe(self, load: StepLoad, predicted_ms: float, measured_ms: float) -> None:
         if load.decodes <= 0:
             return
+        feedback = self._feedback
         if load.prefill_tokens > 0:
-            self._feedback.observe(predicted_ms, measured_ms, load.limit_ms)
+            feedback.observe(predicted_ms, measured_ms, load.limit_ms)
         else:
-            self._feedback.observe_decodes(predicted_ms, measured_ms)
-
-    @property
-    def limit_ms(self) -> float | None:
-        return self._feedback.limit_ms
+            feedback.observe_decodes(predicted_ms, measured_ms)
+        self.limit_ms = feedback.limit_ms
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,10 +11,40 @@ wanted share of decode steps is expected to come out late.
 from __future__ import annotations
 
 import math
-from math import exp, log, sqrt
+from math import copysign, exp, log, sqrt
 from statistics import NormalDist
 
 _INFINITE = math.inf
+
+# Of the module, not of the class: in every step that carries a prefill they are
+# looked up, and by way of an instance that takes five times as long.
+#: Observations that the starting values weigh as much as.
+_PRIOR_STEPS = 8.0
+#: Steps that carry a prefill may be late so many times as often as all.
+_MOST_UNEVEN = 4.0
+#: Memory of what the last few steps were like, and what is too little of it
+#: to matter.
+_RECENT_STEPS = 10
+_TOO_LITTLE = 1e-3
+#: Memory of how many steps carry one, and how many are counted at a time.
+_SHARE_STEPS = 1000
+_COUNTED_STEPS = 16
+_TRIM_STEP = 0.05
+_LEAST_TRIM, _MOST_TRIM = 0.7, 1.05
+#: Rounding does not put a step over the bound.
+_JUST_OVER = 1.0 + 1e-9
+#: A step's bound so far above the present one is from before a late step;
+#: what each step changes by itself is less.
+_LOWERED = 1.02
+#: Steps without a prefill that change nothing; in a busy engine prefills
+#: come more often than that. And the memory of what comes after them.
+_QUIET_STEPS = 64
+_QUIET_MEMORY_STEPS = 200
+#: Room above the decodes, as a share of what the starting bound gives them,
+#: from which on prefills tell enough by themselves.
+_ROOM_TO_LEARN = 0.25
+#: Outside of these a profile is of another machine.
+_MOST_LOG_RATIO = math.log(4.0)
 
 
 class Feedback:
@@ -57,45 +87,24 @@ class Feedback:
         learns: False keeps the starting bound, for comparison.
     """
 
-    #: Observations that the starting values weigh as much as.
-    _PRIOR_STEPS = 8.0
-    #: Steps that carry a prefill may be late so many times as often as all.
-    _MOST_UNEVEN = 4.0
-    #: Memory of what the last few steps were like, and what is too little of it
-    #: to matter.
-    _RECENT_STEPS = 10
-    _TOO_LITTLE = 1e-3
-    #: Memory of how many steps carry one.
-    _SHARE_STEPS = 1000
-    _TRIM_STEP = 0.05
-    _LEAST_TRIM, _MOST_TRIM = 0.7, 1.05
-    #: Rounding does not put a step over the bound.
-    _JUST_OVER = 1.0 + 1e-9
-    #: A step's bound so far above the present one is from before a late step;
-    #: what each step changes by itself is less.
-    _LOWERED = 1.02
-    #: Steps without a prefill that change nothing; in a busy engine prefills
-    #: come more often than that. And the memory of what comes after them.
-    _QUIET_STEPS = 64
-    _QUIET_MEMORY_STEPS = 200
-    #: Room above the decodes, as a share of what the starting bound gives them,
-    #: from which on prefills tell enough by themselves.
-    _ROOM_TO_LEARN = 0.25
-    #: Outside of these a profile is of another machine.
-    _MOST_LOG_RATIO = math.log(4.0)
-
     __slots__ = (
         "tau_ms",
         "limit_ms",
         "late",
         "steps",
         "_beta_most",
+        "_far",
         "_late_share",
         "_most_late",
+        "_target_z",
         "_z",
         "_z_slope",
         "_carrying",
         "_late_alone",
+        "_carried",
+        "_alone",
+        "_alone_late",
+        "_share",
         "_decay",
         "_weight",
         "_mean",
@@ -125,21 +134,28 @@ class Feedback:
         self.late = 0
         self.steps = 0
         self._beta_most = max(beta, beta_most)
+        #: So far below `tau_ms` (logarithm) it is never exceeded.
+        self._far = log(_MOST_TRIM / self._beta_most)
         self._late_share = late_share
         normal = NormalDist()
-        self._z = normal.inv_cdf(1.0 - late_share)
+        self._target_z = normal.inv_cdf(1.0 - late_share)
         # Between the two shares z is all but linear in the log of the share.
         # Above a half the slope would be of the wrong tail, and above one a late
         # step would raise the bound.
-        self._most_late = most_late = min(0.5, self._MOST_UNEVEN * late_share)
-        lower = normal.inv_cdf(1.0 - most_late) - self._z
+        self._most_late = most_late = min(0.5, _MOST_UNEVEN * late_share)
+        lower = normal.inv_cdf(1.0 - most_late) - self._target_z
         self._z_slope = lower / log(most_late / late_share)
         #: Share of the decode steps that carry a prefill, and of those that
         #: carry none and are late.
         self._carrying = 1.0
         self._late_alone = 0.0
+        #: Steps of either kind, and late ones, that are not in these yet.
+        self._carried = self._alone = self._alone_late = 0
+        #: Share of the steps that carry a prefill which may be late, and its z.
+        self._share = late_share
+        self._z = self._target_z
         self._decay = 1.0 - 1.0 / memory_steps
-        self._weight = self._PRIOR_STEPS
+        self._weight = _PRIOR_STEPS
         self._mean = 0.0
         #: How far the last few steps were off the mean; its product with how
         #: far the next one was, and its square, on average.
@@ -185,10 +201,10 @@ class Feedback:
         if not self._learns:
             return
         self._quiet_steps = 0
-        rate = 1.0 / self._SHARE_STEPS
-        self._carrying += rate * (1.0 - self._carrying)
-        self._late_alone -= rate * self._late_alone
-        ratio = self._log_ratio(predicted_ms, measured_ms)
+        carried = self._carried = self._carried + 1
+        if carried == _COUNTED_STEPS:
+            self._count_steps()
+        ratio = _log_ratio(predicted_ms, measured_ms)
         weight = self._weight = self._weight * self._decay + 1.0
         delta, recent = ratio - self._mean, self._recent
         error = delta - self._lean
@@ -197,26 +213,26 @@ class Feedback:
         power = self._recent_power
         power = self._recent_power = power + (recent * recent - power) / weight
         self._mean += delta / weight
-        recent = self._recent = recent + (delta - recent) / self._RECENT_STEPS
+        recent = self._recent = recent + (delta - recent) / _RECENT_STEPS
         if told <= 0.0:
             self._lean = 0.0
         else:
             self._lean = recent * told / power if told < power else recent
-        if predicted_ms > limit_ms * self._JUST_OVER:
+        if predicted_ms > limit_ms * _JUST_OVER:
             # Known to be over the bound, by an override or by its decodes
             # alone: that it is late says nothing against the bound.
             pass
-        elif late and self.limit_ms * self._LOWERED < limit_ms < _INFINITE:
+        elif late and self.limit_ms * _LOWERED < limit_ms < _INFINITE:
             # Put together before the bound was lowered, since an engine judges
             # a step beside the next one: one cause must not lower it twice.
             pass
         elif late:
-            trim = self._trim * (1.0 - self._TRIM_STEP * (1.0 - self._share()))
-            self._trim = trim if trim > self._LEAST_TRIM else self._LEAST_TRIM
+            trim = self._trim * (1.0 - _TRIM_STEP * (1.0 - self._share))
+            self._trim = trim if trim > _LEAST_TRIM else _LEAST_TRIM
         elif predicted_ms >= 0.97 * self.limit_ms:
             # A step far below the bound tells nothing of where it should be.
-            trim = self._trim * (1.0 + self._TRIM_STEP * self._share())
-            self._trim = trim if trim < self._MOST_TRIM else self._MOST_TRIM
+            trim = self._trim * (1.0 + _TRIM_STEP * self._share)
+            self._trim = trim if trim < _MOST_TRIM else _MOST_TRIM
         self.limit_ms = self._limit_ms()
 
     def observe_decodes(self, predicted_ms: float, measured_ms: float) -> None:
@@ -230,12 +246,13 @@ class Feedback:
             0.0 < predicted_ms < _INFINITE and 0.0 < measured_ms < _INFINITE
         ):
             return
-        rate = 1.0 / self._SHARE_STEPS
-        self._carrying -= rate * self._carrying
-        late = measured_ms > self.tau_ms
-        self._late_alone += rate * (late - self._late_alone)
-        rate = 1.0 / self._QUIET_MEMORY_STEPS
-        delta = self._log_ratio(predicted_ms, measured_ms) - self._decode_mean
+        self._alone += 1
+        if measured_ms > self.tau_ms:
+            self._alone_late += 1
+        if self._alone == _COUNTED_STEPS:
+            self._count_steps()
+        rate = 1.0 / _QUIET_MEMORY_STEPS
+        delta = _log_ratio(predicted_ms, measured_ms) - self._decode_mean
         self._decode_mean += rate * delta
         self._decode_variance += rate * (
             (1.0 - rate) * delta * delta - self._decode_variance
@@ -245,12 +262,12 @@ class Feedback:
         self._quiet_steps += 1
         room_ms = self.first_limit_ms - predicted_ms
         if (
-            self._quiet_steps <= self._QUIET_STEPS
-            or self.limit_ms - predicted_ms >= self._ROOM_TO_LEARN * room_ms
+            self._quiet_steps <= _QUIET_STEPS
+            or self.limit_ms - predicted_ms >= _ROOM_TO_LEARN * room_ms
         ):
             return
         # What is forgotten weighs no more against what comes.
-        self._weight += rate * (self._PRIOR_STEPS - self._weight)
+        self._weight += rate * (_PRIOR_STEPS - self._weight)
         self._mean += rate * (self._decode_mean - self._mean)
         self._variance += rate * (self._decode_variance - self._variance)
         self._trim += rate * (1.0 - self._trim)
@@ -258,9 +275,9 @@ class Feedback:
 
     def _age_recent(self) -> None:
         """The last few steps that carried a prefill are one step longer ago."""
-        keep = 1.0 - 1.0 / self._RECENT_STEPS
+        keep = 1.0 - 1.0 / _RECENT_STEPS
         recent = self._recent * keep
-        if not -self._TOO_LITTLE < recent < self._TOO_LITTLE:
+        if not -_TOO_LITTLE < recent < _TOO_LITTLE:
             self._recent = recent
             lean = self._lean * keep
         else:
@@ -270,23 +287,33 @@ class Feedback:
             self._lean = lean
             self.limit_ms = self._limit_ms()
 
-    def _log_ratio(self, predicted_ms: float, measured_ms: float) -> float:
-        ratio = log(measured_ms / predicted_ms)
-        most = self._MOST_LOG_RATIO
-        return most if ratio > most else -most if ratio < -most else ratio
-
-    def _share(self) -> float:
-        """Share of the steps that carry a prefill which may be late."""
-        target, carrying = self._late_share, self._carrying
+    def _count_steps(self) -> None:
+        """Find out anew how often steps that carry a prefill may be late."""
+        carried, alone = self._carried, self._alone
+        steps = carried + alone
+        new = 1.0 - (1.0 - 1.0 / _SHARE_STEPS) ** steps
+        self._carrying += new * (carried / steps - self._carrying)
+        self._late_alone += new * (self._alone_late / steps - self._late_alone)
+        self._carried = self._alone = self._alone_late = 0
+        target, carrying, most = self._late_share, self._carrying, self._most_late
         room = target - self._late_alone
         if room <= target * carrying:
-            return target
-        most = self._most_late
-        return most if room >= most * carrying else room / carrying
+            share = target
+        else:
+            share = most if room >= most * carrying else room / carrying
+        self._share = share
+        self._z = self._target_z + self._z_slope * log(share / target)
 
     def _limit_ms(self) -> float:
-        unbiased = exp(-self._mean - self._lean)
-        z = self._z + self._z_slope * log(self._share() / self._late_share)
-        share = unbiased * exp(-z * sqrt(self._variance)) * self._trim
-        most = self._beta_most * unbiased
-        return self.tau_ms * (share if share < most else most)
+        off, fall = self._mean + self._lean, self._z * sqrt(self._variance)
+        limit_ms = self.tau_ms * exp(-off - fall) * self._trim
+        if fall >= self._far:
+            return limit_ms
+        return min(limit_ms, self.tau_ms * self._beta_most * exp(-off))
+
+
+def _log_ratio(predicted_ms: float, measured_ms: float) -> float:
+    ratio = log(measured_ms / predicted_ms)
+    if -_MOST_LOG_RATIO < ratio < _MOST_LOG_RATIO:
+        return ratio
+    return copysign(_MOST_LOG_RATIO, ratio)

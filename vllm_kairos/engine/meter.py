@@ -107,46 +107,56 @@ class StepMeter:
         self.contiguous = False
 
     def settle(self) -> None:
-        """Judge the steps that have ended, before anything later is told."""
-        ended = self.ended
+        """Judge the steps that have ended, before anything later is told.
+
+        Each is compared with its prediction, and who learns from it is told.
+        """
+        ended, in_flight = self.ended, self._in_flight
         while ended:
+            key, end_s = ended[0]
+            if (in_flight and in_flight[0][0] is key) or self._skip_to(key):
+                _, load, started_s, predicted_ms = in_flight.popleft()
+                last_end_s = self._last_end_s
+                if started_s < last_end_s:
+                    started_s = last_end_s
+                self._last_end_s = end_s
+                measured_ms = (end_s - started_s) * 1e3
+                self.contiguous = True
+                self.recent.append((predicted_ms or -1.0, measured_ms))
+                self._rule.observe(load, predicted_ms, measured_ms)
+                if self._model is not None:
+                    self._outcomes.append((load, predicted_ms, measured_ms))
+                if self._log is not None:
+                    self._record(load, measured_ms)
             # Taken away last: until then `remaining_ms` knows that it is over.
-            self._judge(*ended[0])
             ended.popleft()
 
-    def _judge(self, key: StepKey, end_s: float) -> None:
-        """Compare a step with its prediction, and tell who learns from it."""
-        # Outputs come in order; a step without one is passed over.
+    def _skip_to(self, key: StepKey) -> bool:
+        """Pass over steps without an output; outputs come in order.
+
+        Returns:
+            Whether the step is in flight.
+        """
         in_flight = self._in_flight
-        while in_flight and in_flight[0][0] is not key:
-            if not any(step is key for step, *_ in in_flight):
-                return
+        if not any(step is key for step, *_ in in_flight):
+            return False
+        while in_flight[0][0] is not key:
             in_flight.popleft()
-        if not in_flight:
-            return
-        _, load, started_s, predicted_ms = in_flight.popleft()
-        if started_s < self._last_end_s:
-            started_s = self._last_end_s
-        measured_ms = (end_s - started_s) * 1e3
-        self._last_end_s = end_s
-        self.contiguous = True
-        self.recent.append((predicted_ms or -1.0, measured_ms))
-        self._rule.observe(load, predicted_ms, measured_ms)
-        if self._model is not None:
-            self._outcomes.append((load, predicted_ms, measured_ms))
-        if self._log is not None:
-            self._records.append(
-                StepRecord(
-                    self._steps,
-                    self._wall_clock_s(),
-                    load.prefill_tokens,
-                    load.prefills,
-                    load.prefill_kv_tokens,
-                    load.decodes,
-                    load.decode_kv_tokens,
-                    measured_ms,
-                )
+        return True
+
+    def _record(self, load: StepLoad, measured_ms: float) -> None:
+        self._records.append(
+            StepRecord(
+                self._steps,
+                self._wall_clock_s(),
+                load.prefill_tokens,
+                load.prefills,
+                load.prefill_kv_tokens,
+                load.decodes,
+                load.decode_kv_tokens,
+                measured_ms,
             )
+        )
         self._steps += 1
 
     def remaining_ms(self) -> float:
