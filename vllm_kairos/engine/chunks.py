@@ -98,10 +98,13 @@ class ChunkLimits:
         self._overdue: OverdueTurns[str] = OverdueTurns()
         #: Who has the turn, its tokens, and whether they are over the bound.
         self._turn: tuple[str, int, bool] | None = None
-        #: The only prefill there is, beside decodes alone, with a chunk.
+        #: The only prefill there is, beside decodes alone, with a chunk. vLLM has
+        #: a bound of its own on the tokens of any request, and where one request
+        #: has more than one token that is as good as a limiter, without asking.
         self._only: Deflected | None = None
+        self._config = scheduler.scheduler_config
+        self._most_tokens = self._config.long_prefill_token_threshold
         self._limit = self._make_limiter()
-        self._limit_only, self._limit_only_to = _make_limiter_of_one()
 
     @property
     def limit_ms(self) -> float | None:
@@ -117,6 +120,7 @@ class ChunkLimits:
         )
         self.limiter = None
         self._only = None
+        self._config.long_prefill_token_threshold = self._most_tokens
         self._shares = {}
         self._fixed.clear()
         self._turn = None
@@ -157,7 +161,8 @@ class ChunkLimits:
                 self._share_by_slack(load)
             elif phases.deflected and not ordinary:
                 self._fix_the_only_one(load)
-        self.limiter = self._limit if self._only is None else self._limit_only
+        if self._only is None:
+            self.limiter = self._limit
 
     def _note_joining(self) -> None:
         """Find out whose KV has arrived: they join the decodes by one token.
@@ -214,7 +219,10 @@ class ChunkLimits:
         load.limit_ms = self.bound_ms
         self._note_bound()
         self._load = StepLoad(load.decodes, phases.decode_kv_tokens, load.decodes)
-        if not self._place(held, self._load):
+        chunk = self._place(held, self._load)
+        if chunk:
+            self._config.long_prefill_token_threshold = chunk
+        else:
             self.stale = True
         return load
 
@@ -307,10 +315,15 @@ class ChunkLimits:
         if not chunk:
             return
         self._overdue.served(held.deadline_s)
-        if self._joined or self._overdue.holder is not None:
+        if (
+            self._joined
+            or self._overdue.holder is not None
+            or self._scheduler.num_spec_tokens
+        ):
             self._fixed[key] = chunk
         else:
             self._only = held
+            self._config.long_prefill_token_threshold = chunk
 
     def _place(self, held: Deflected, load: StepLoad) -> int:
         """Place the chunk of the only deflected prefill in the step."""
@@ -318,11 +331,12 @@ class ChunkLimits:
         computed = request.num_computed_tokens
         # vLLM takes no more of it than its budget has left.
         wanted = request.num_tokens - computed
+        if 0 < self._most_tokens < wanted:
+            wanted = self._most_tokens
         chunk = self._rule.chunk(load, computed, wanted, held.tracker)
         if chunk:
             load.add_prefill(chunk, computed)
             load.guarded = True
-            self._limit_only_to(request, chunk)
         return chunk
 
     def _make_limiter(self) -> Limiter:
@@ -422,22 +436,6 @@ class ChunkLimits:
             return held.deadline_s
         arrival_s: float = request.arrival_time
         return arrival_s + self._settings.ttft_slo_ms / 1e3
-
-
-def _make_limiter_of_one() -> tuple[Limiter, Callable[[Request, int], None]]:
-    """A limiter that bounds one request, and what tells it which and to what."""
-    the_one: Request | None = None
-    most = 0
-
-    def limit(request: Request, computed: int, tokens: int) -> int:
-        return most if request is the_one and tokens > most else tokens
-
-    def limit_to(request: Request, chunk: int) -> None:
-        nonlocal the_one, most
-        the_one = request
-        most = chunk
-
-    return limit, limit_to
 
 
 def _tells_of_prompt(request: Request) -> bool:
