@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from copy import copy
 
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -102,7 +103,8 @@ class ChunkLimits:
         #: a bound of its own on the tokens of any request, and where one request
         #: has more than one token that is as good as a limiter, without asking.
         self._only: Deflected | None = None
-        self._config = scheduler.scheduler_config
+        # The scheduler's own copy: an engine's configuration is not changed.
+        self._config = scheduler.scheduler_config = copy(scheduler.scheduler_config)
         self._most_tokens = self._config.long_prefill_token_threshold
         self._limit = self._make_limiter()
 

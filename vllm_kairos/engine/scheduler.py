@@ -35,6 +35,9 @@ from vllm_kairos.engine.settings import EngineSettings, load_settings
 
 logger = init_logger(__name__)
 
+#: Steps that are judged together where decodes are alone.
+_MOST_ENDED = 16
+
 
 class KairosMixin(Scheduler):
     """What Kairos adds to a vLLM scheduler. Not used by itself.
@@ -208,6 +211,8 @@ class KairosMixin(Scheduler):
             return quiet_bitmask(scheduler_output)
 
         def quiet_bitmask(scheduler_output: SchedulerOutput) -> Any:
+            if len(ended) >= _MOST_ENDED:
+                settle()
             if self.step_clock_s() >= self._snapshot_due_s:
                 self._take_snapshot()
             return stock_bitmask(scheduler_output)
@@ -224,12 +229,12 @@ class KairosMixin(Scheduler):
         """Choose what EngineCore calls.
 
         Args:
-            quiet: Requests that decode are all there is, and nobody wants to
-                know how long steps take: until something changes a step tells
-                nothing but how much KV they have by then, and that can be
-                counted when it is asked for.
+            quiet: Requests that decode are all there is: until something
+                changes a step tells nothing but how long it took and how much
+                KV they have by then. That can be counted when it is asked for,
+                and the meter need not be told of each.
         """
-        self._quiet = quiet
+        self._quiet = self._meter.alone = quiet
         self._phases.behind = True
         schedule, bitmask = self._step[quiet]
         self.schedule = schedule
@@ -250,6 +255,9 @@ class KairosMixin(Scheduler):
             if self.step_clock_s() >= self._snapshot_due_s:
                 self._take_snapshot()
         if chunks.stale or self.finished_recving_kv_req_ids:
+            # Where decodes were alone several may be over. The last is judged
+            # beside this one, as always.
+            self._meter.settle(but=1)
             self._phases.catch_up()
             chunks.prepare()
         busy = bool(self.running)
@@ -300,7 +308,9 @@ class KairosMixin(Scheduler):
         phases.catch_up()
         if chunks.stale or not chunks.nothing_to_bound:
             chunks.prepare()
-        if phases.only_decodes and not chunks.stale and not meter.on:
+        if phases.only_decodes and not chunks.stale:
+            if not self._quiet:
+                meter.decodes_alone(len(phases.decoding), phases.decode_kv_tokens)
             self._bind(quiet=True)
 
     # -------------------------------------------------------------- report
