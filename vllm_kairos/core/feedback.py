@@ -204,7 +204,9 @@ class Feedback:
         carried = self._carried = self._carried + 1
         if carried == _COUNTED_STEPS:
             self._count_steps()
-        ratio = _log_ratio(predicted_ms, measured_ms)
+        ratio = log(measured_ms / predicted_ms)
+        if not -_MOST_LOG_RATIO < ratio < _MOST_LOG_RATIO:
+            ratio = copysign(_MOST_LOG_RATIO, ratio)
         weight = self._weight = self._weight * self._decay + 1.0
         delta, recent = ratio - self._mean, self._recent
         error = delta - self._lean
@@ -252,7 +254,10 @@ class Feedback:
         if self._alone == _COUNTED_STEPS:
             self._count_steps()
         rate = 1.0 / _QUIET_MEMORY_STEPS
-        delta = _log_ratio(predicted_ms, measured_ms) - self._decode_mean
+        ratio = log(measured_ms / predicted_ms)
+        if not -_MOST_LOG_RATIO < ratio < _MOST_LOG_RATIO:
+            ratio = copysign(_MOST_LOG_RATIO, ratio)
+        delta = ratio - self._decode_mean
         self._decode_mean += rate * delta
         self._decode_variance += rate * (
             (1.0 - rate) * delta * delta - self._decode_variance
@@ -310,10 +315,3 @@ class Feedback:
         if fall >= self._far:
             return limit_ms
         return min(limit_ms, self.tau_ms * self._beta_most * exp(-off))
-
-
-def _log_ratio(predicted_ms: float, measured_ms: float) -> float:
-    ratio = log(measured_ms / predicted_ms)
-    if -_MOST_LOG_RATIO < ratio < _MOST_LOG_RATIO:
-        return ratio
-    return copysign(_MOST_LOG_RATIO, ratio)

@@ -99,14 +99,16 @@ class StepMeter:
             began_s: Step clock when scheduling began; `None` where the step
                 begins when the one before it ends.
         """
-        last_end_s = self._last_end_s
-        started_s = last_end_s if began_s is None else began_s
-        if began_s is None and self._in_flight:
-            # The step before may have begun long after the one before that.
-            started_s = max(started_s, self._in_flight[-1][2])
-        predicted_ms = self._predict_ms(load)
-        self._in_flight.append((key, load, started_s, predicted_ms))
-        self._started_s = started_s if started_s > last_end_s else last_end_s
+        in_flight, last_end_s = self._in_flight, self._last_end_s
+        if began_s is None:
+            began_s = last_end_s
+            if in_flight and in_flight[-1][2] > began_s:
+                # The step before may have begun long after the one before that.
+                began_s = in_flight[-1][2]
+        model = self._model
+        predicted_ms = 0.0 if model is None else model.load_ms(load)
+        in_flight.append((key, load, began_s, predicted_ms))
+        self._started_s = began_s if began_s > last_end_s else last_end_s
         self._predicted_ms = predicted_ms
 
     def decodes_alone(self, decodes: int, kv_tokens: int) -> None:
