@@ -116,9 +116,13 @@ def test_a_prompt_for_which_there_is_nothing_to_fetch_obeys_the_bound(
     assert snapshot(e).awaiting_kv == 0
 
 
-def test_a_pause_is_no_step(profile: str) -> None:
+@pytest.mark.parametrize("decodes_alone", [False, True])
+def test_a_pause_is_no_step(profile: str, decodes_alone: bool) -> None:
     e = engine(profile)
-    e.add(4000, 4, chunks=[400] * 20)
+    if decodes_alone:
+        e.add(64, 200)
+    else:
+        e.add(4000, 4, chunks=[400] * 20)
     for _ in range(5):
         e.step()
     e.scheduler.set_pause_state(PauseState.PAUSED_ALL)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from tests.engine.test_state_report import profile_of_model, snapshot
 from tests.engine.virtual import MODEL, VirtualEngine, make_scheduler
 from vllm_kairos.core.messages import StateReport
+from vllm_kairos.core.step_load import StepLoad
 
 BUDGET_TOKENS = 512
 
@@ -80,6 +81,116 @@ def test_no_step_is_lost_whenever_the_bitmask_is_asked_for(
         for asks in ("launched", "late", "never")
     )
     assert launched == late == never
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    events=EVENTS,
+    asks=st.sampled_from(["launched", "late", "never"]),
+    mode=st.sampled_from(["planned", "adaptive"]),
+)
+def test_every_step_is_judged_for_what_it_held_told_of_or_not(
+    profile: str, events: list[tuple[int, str, int, int]], asks: str, mode: str
+) -> None:
+    e = VirtualEngine(
+        make_scheduler(
+            kairos={"mode": mode, "profile": profile},
+            budget_tokens=BUDGET_TOKENS,
+            num_blocks=90,
+        )
+    )
+    e.asks_for_bitmask = asks
+    judged = []
+
+    def observe(load: StepLoad, predicted_ms: float, measured_ms: float) -> None:
+        alone_ms = MODEL.step_ms(load.decodes, load.decode_kv_tokens)
+        judged.append((load.decodes, load.prefill_tokens, alone_ms, measured_ms))
+        assert predicted_ms == pytest.approx(measured_ms)
+
+    e.scheduler._rule.observe = observe
+    live: list[str] = []
+    for wait, kind, prompt, output in events:
+        for _ in range(4 * wait):
+            e.step()
+        if kind == "abort" and live:
+            e.abort(live.pop(0))
+            continue
+        chunks = [100] * 9 if kind == "deflected" else None
+        live.append(e.add(prompt, output, chunks=chunks, remote=kind == "remote"))
+        if kind == "remote":
+            e.kv_arrives(live[-1])
+    e.drain()
+    e.scheduler._settle()
+    held = [
+        (s.decodes, s.total - s.decodes, s.decodes_alone_ms, s.latency_ms)
+        for s in e.steps
+        if s.total
+    ]
+    assert len(judged) == len(held)
+    for was, step in zip(judged, held, strict=True):
+        assert was == pytest.approx(step)
+
+
+def test_where_decodes_are_alone_steps_are_not_told_of_but_timed(profile: str) -> None:
+    e = VirtualEngine(make_scheduler(kairos={"profile": profile}))
+    for _ in range(3):
+        e.add(64, 500)
+    for _ in range(5):
+        e.step()
+    told = []
+    e.scheduler._meter.scheduled = lambda *step: told.append(step)
+    e.scheduler.kairos = msgspec.structs.replace(
+        e.scheduler.kairos, heartbeat_ms=60_000
+    )
+    e.scheduler._take_snapshot()
+    seen = len(e.scheduler._meter.recent)
+    for _ in range(40):
+        e.step()
+        assert len(e.scheduler._meter.ended) <= 16
+    left_ms = e.steps[-1].latency_ms
+    assert e.scheduler._meter.remaining_ms() == pytest.approx(left_ms, rel=0.02)
+    e.now_ms += 0.25 * left_ms
+    assert e.scheduler._meter.remaining_ms() == pytest.approx(0.75 * left_ms, rel=0.02)
+    e.scheduler._settle()
+    assert not told and len(e.scheduler._meter.recent) == seen + 40
+
+
+def test_the_only_prefill_is_bounded_without_asking_about_each_request(
+    profile: str,
+) -> None:
+    e = VirtualEngine(make_scheduler(kairos={"profile": profile, "tau_ms": 30.0}))
+    config = e.scheduler.vllm_config.scheduler_config
+    for _ in range(8):
+        e.add(64, 300)
+    e.step()
+    r = e.add(6000, 4, chunks=[64] * 100)
+    e.step()
+    for _ in range(3):
+        assert e.scheduler._get_new_tokens_limiter() is None
+        assert config.long_prefill_token_threshold == 0
+        assert 0 < e.step().tokens[r] < 2040
+    # A prompt that comes beside it has a bound of its own.
+    other = e.add(400, 4)
+    assert e.step().tokens.get(other, 0) not in (1, e.steps[-2].tokens[r])
+    e.abort(r)
+    e.abort(other)
+    for name in [*e.scheduler.requests]:
+        e.abort(name)
+    # Nobody decodes now, and nothing bounds what follows.
+    last = e.add(6000, 4)
+    assert e.step().tokens[last] == 2048
+
+
+def test_vllms_own_bound_on_a_prompt_holds_for_the_only_prefill(profile: str) -> None:
+    scheduler = make_scheduler(kairos={"profile": profile, "tau_ms": 1000.0})
+    scheduler.scheduler_config.long_prefill_token_threshold = 100
+    scheduler._chunks._most_tokens = 100
+    e = VirtualEngine(scheduler)
+    e.add(64, 300)
+    e.step()
+    r = e.add(2000, 4, chunks=[64] * 40)
+    assert [e.step().tokens[r] for _ in range(4)] == [100] * 4
+    assert scheduler._meter._in_flight[-1][1].prefill_tokens == 100
 
 
 @settings(max_examples=40, deadline=None)

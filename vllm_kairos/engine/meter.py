@@ -17,6 +17,7 @@ from vllm_kairos.engine.recorder import StepLog, StepRecord
 logger = init_logger(__name__)
 
 _MOST_RECENT_STEPS = 64
+_MOST_KEPT = 512
 
 #: What names a step: the ``num_scheduled_tokens`` of its ``SchedulerOutput``,
 #: the very object. To keep the output itself would be to keep vLLM from using
@@ -70,7 +71,8 @@ class StepMeter:
     ):
         self.recent: deque[tuple[float, float]] = deque(maxlen=_MOST_RECENT_STEPS)
         self.errors = errors
-        self.ended: deque[tuple[StepKey, float]] = deque()
+        # Bounded like `_outcomes`: without EngineCore's asking nobody settles.
+        self.ended: deque[tuple[StepKey, float]] = deque(maxlen=_MOST_KEPT)
         self.on = model is not None or log is not None
         self._clock_s = clock_s
         self._wall_clock_s = wall_clock_s
@@ -81,7 +83,7 @@ class StepMeter:
         self._records: deque[StepRecord] = deque()
         #: What a step held, predicted and measured milliseconds. Bounded:
         #: without a heartbeat nobody takes from it.
-        self._outcomes: deque[tuple[StepLoad, float, float]] = deque(maxlen=512)
+        self._outcomes: deque[tuple[StepLoad, float, float]] = deque(maxlen=_MOST_KEPT)
         self._in_flight: deque[_Step] = deque()
         self._steps = 0
         self._last_end_s = float("-inf")

@@ -149,8 +149,7 @@ class KairosMixin(Scheduler):
 
     def set_pause_state(self, pause_state: PauseState) -> None:
         super().set_pause_state(pause_state)
-        if self._unsettled:
-            self._settle()
+        self._settle()
         # The next step does not follow the last.
         self._meter.contiguous = False
         self._changed()
