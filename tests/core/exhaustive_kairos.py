@@ -149,7 +149,7 @@ class ExhaustiveKairos(Kairos):
     def _limit_ms(self, node: NodeState) -> float:
         """Bound on a step there: what the engine says is in force, or ours."""
         if self.chunks == "adaptive" and node.limit_ms is not None:
-            if node.limit_ms > 0.0 and node.decodes + node.awaiting_kv == 0:
+            if node.limit_ms and node.adaptive and not node.decodes + node.awaiting_kv:
                 # Nobody there can be late.
                 least = self.settings.beta * self.settings.tau_ms
                 return max(least, min(node.limit_ms, self.settings.tau_ms))

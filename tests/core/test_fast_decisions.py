@@ -190,6 +190,7 @@ def random_fleet(rng: random.Random, prefill: int, decode: int) -> Fleet:
             decode_kv_tokens=decodes * 1500,
             deflected=deflected,
             limit_ms=rng.choice([None, 60.0, 30.0, 0.0]),
+            adaptive=rng.random() < 0.7,
             free_kv_tokens=rng.choice([3000, 10**6, 10**6]),
             fresh=rng.random() < 0.9,
         )

@@ -88,6 +88,19 @@ def test_of_decode_nodes_that_could_start_at_once_the_least_loaded_is_first() ->
     assert route.decode == "d1"
 
 
+@pytest.mark.parametrize("adaptive", [True, False])
+def test_on_an_idle_node_the_loops_bound_gives_way_only_where_chunks_adapt(
+    adaptive: bool,
+) -> None:
+    busy = NodeState("p", A100, prefills=[PrefillWork(60_000)])
+    decode = NodeState("d", A100, limit_ms=40.0, adaptive=adaptive)
+    request = Request(6_000, "r")
+    (route,) = look(Kairos(Settings()), Fleet([busy], [decode]), request)
+    assert len(route.chunks) > 1
+    limit_ms = Settings().limit_ms if adaptive else 40.0
+    assert 0.99 * limit_ms < max(route.estimates.step_ms) <= limit_ms
+
+
 def test_a_long_prompt_that_waits_keeps_no_decode_node_from_short_ones() -> None:
     busy = NodeState("p", A100, prefills=[PrefillWork(60_000)])
     decode = NodeState("d", A100, decodes=6, decode_kv_tokens=9000, limit_ms=63.0)

@@ -194,6 +194,12 @@ def plain_report() -> dict[str, Any]:
     return {**zeros, **ones, **names, **lists}
 
 
+def test_a_report_that_does_not_tell_the_mode_is_of_an_adaptive_engine() -> None:
+    assert decode_report(msgspec.msgpack.encode(plain_report())).adaptive
+    planned = {**plain_report(), "adaptive": False}
+    assert not decode_report(msgspec.msgpack.encode(planned)).adaptive
+
+
 @pytest.mark.parametrize("name", ["budget_tokens", "block_size", "max_num_seqs"])
 def test_a_report_with_a_limit_of_nothing_is_refused(name: str) -> None:
     good = plain_report()

@@ -91,6 +91,18 @@ def test_report_of_a_drained_engine_is_empty() -> None:
     assert report.step_remaining_ms == 0.0
 
 
+def test_report_tells_whether_chunks_adapt(tmp_path: Path) -> None:
+    profile = profile_of_model(tmp_path / "p.json")
+    for kairos, adaptive in (
+        ({}, False),
+        ({"profile": profile}, True),
+        ({"profile": profile, "mode": "adaptive"}, True),
+        ({"profile": profile, "mode": "planned"}, False),
+    ):
+        e = VirtualEngine(make_scheduler(kairos=kairos))
+        assert snapshot(e).adaptive == adaptive
+
+
 def test_report_under_priority_lists_prefills_in_the_order_served() -> None:
     e = VirtualEngine(make_scheduler(policy="priority", max_num_seqs=1))
     e.add(64, 50)

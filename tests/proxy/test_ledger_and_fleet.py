@@ -62,6 +62,13 @@ def test_each_kind_counts_where_it_weighs() -> None:
     assert s.free_kv_tokens == 1000 - 100 - 101 - 102
 
 
+def test_a_node_plans_for_the_mode_that_its_engine_reports() -> None:
+    node = Node("n:1")
+    for adaptive in (True, False):
+        node.observe(report(seq=2 - adaptive, adaptive=adaptive), 100.0)
+        assert state(node).adaptive == adaptive
+
+
 def test_a_dispatch_after_its_first_byte_weighs_as_a_decode() -> None:
     node = Node("n:1")
     node.ledger.open("t", Kind.DEFLECTED, 400, 100.0)

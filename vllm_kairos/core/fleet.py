@@ -86,6 +86,7 @@ class NodeState:
             step then in flight: that much of its queue is done.
         limit_ms: Bound on a predicted step that the engine's loop has in
             force, `None` where it has none.
+        adaptive: The engine sizes chunks by its true state, not as scheduled.
         fresh: False where the last report is too old to act on.
     """
 
@@ -107,6 +108,7 @@ class NodeState:
     step_in_flight_ms: float = 0.0
     worked_off_ms: float = 0.0
     limit_ms: float | None = None
+    adaptive: bool = True
     fresh: bool = True
 
 

@@ -190,6 +190,8 @@ class StateReport(msgspec.Struct, frozen=True, kw_only=True):
         limit_ms: Bound on a predicted step that carries a prefill beside
             decodes, as the engine's loop has it now; zero where the engine
             splits no prompt, `None` without a profile.
+        adaptive: The engine is in ``adaptive`` mode, not in ``planned``; what a
+            report that does not tell is taken for.
         errors: By phase (``prefill``, ``decode``, ``mixed``) the mean error
             and the mean absolute error of recent predictions, percent of the
             measured latency.
@@ -222,6 +224,7 @@ class StateReport(msgspec.Struct, frozen=True, kw_only=True):
     guard_overrides: int = 0
     step_remaining_ms: float = 0.0
     limit_ms: float | None = None
+    adaptive: bool = True
     errors: dict[str, tuple[float, float]] = {}
     prefix_caching: bool = False
     cached: list[tuple[str, int]] = []

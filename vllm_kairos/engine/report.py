@@ -109,6 +109,7 @@ class Reporter:
             steps=list(self._meter.recent),
             malformed_schedules=phases.malformed,
             guard_overrides=self._chunks.overrides,
+            adaptive=bool(self._settings.profile) and self._settings.mode != "planned",
             prefix_caching=kv_cache.enable_caching,
             cached=list(phases.cached),
         )

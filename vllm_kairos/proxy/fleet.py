@@ -187,6 +187,7 @@ class Node:
             state.awaiting_kv_tokens = max(0, report.awaiting_kv_tokens)
             state.free_kv_tokens = report.free_kv_blocks * report.block_size
             state.limit_ms = report.limit_ms
+            state.adaptive = report.adaptive
             state.step_in_flight_ms = max(0.0, report.step_remaining_ms)
             deflected += [
                 PrefillWork(d.tokens, max(0, d.computed))

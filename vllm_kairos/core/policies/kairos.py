@@ -208,18 +208,13 @@ class Kairos(Policy):
         return view.decode_step_ms(prompt_tokens)
 
     def _limit_ms(self, node: NodeState) -> float:
-        """Bound on a step there: what the engine says is in force, or ours.
-
-        No report tells the engine's mode. One that is in ``planned`` mode says
-        what its errors have made of ``beta * tau``, and where nobody decodes
-        yet that gives way to ours here, although its schedules are fixed: a
-        decode that joins one of them may be late by those errors.
-        """
+        """Bound on a step there: what the engine says is in force, or ours."""
         if self.chunks != "adaptive" or node.limit_ms is None:
             return self.settings.limit_ms
         limit_ms = min(node.limit_ms, self.settings.tau_ms)
-        if limit_ms and not node.decodes and not node.awaiting_kv:
-            # As `AdaptiveRule` has it where nobody decodes.
+        if limit_ms and node.adaptive and not node.decodes and not node.awaiting_kv:
+            # As `AdaptiveRule` has it where nobody decodes. A schedule that the
+            # engine follows as planned is kept to when somebody joins it.
             return max(limit_ms, self.settings.limit_ms)
         return limit_ms
 
