@@ -66,6 +66,10 @@ def test_every_flag_says_what_it_is_for(
     ("flags", "said"),
     [
         ("--alpha 1.3", "--alpha is not used with --scheduling-policy round_robin"),
+        (
+            "--scheduling-policy sq --alpha 1.3",
+            "--alpha is not used with --scheduling-policy sq",
+        ),
         ("--state-max-age-ms 1000", "--state-max-age-ms is not used without --engine-"),
     ],
 )

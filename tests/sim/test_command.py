@@ -139,6 +139,16 @@ def test_prefix_hits_of_a_trace_with_hashes_shorten_prefill(tmp_path: Path) -> N
         (["--seeds", "1.5"], "--seeds 1.5: expected whole numbers"),
         (["--policy", "kairso"], "the nearest are: kairos"),
         (["--policy", "sq:thta=4"], "has no setting 'thta', the nearest are: theta"),
+        (["--policy", "sq:alpha=1.1"], "policy 'sq' has no setting 'alpha'"),
+        (
+            ["--policy", "disagg", "sq", "--alpha", "1.3"],
+            "--alpha is not used with --policy disagg sq, expected it left out",
+        ),
+        (["--policy", "oracle", "--alpha", "1.1"], "--alpha is not used with --policy"),
+        (
+            ["--policy", "disagg", "kairos:beta=0.8", "--beta", "0.9"],
+            "--beta is not used with --policy disagg kairos:beta=0.8",
+        ),
         (["--policy", "sq:theta"], "'theta' is not of the form key=value"),
         (["--policy", "sq:theta=many"], "theta is 'many', expected a number"),
         (["--policy", "dynamo:rule=isl"], "expected one of isl_bounding, prefill_load"),

@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, ClassVar
 
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from vllm_kairos.core.link import LinkModel
-from vllm_kairos.core.policies import make_policy
+from vllm_kairos.core.policies import make_policy, policies
 from vllm_kairos.core.predictor import Predictor
 from vllm_kairos.core.settings import Settings
 from vllm_kairos.core.step_load import StepLoad
@@ -69,6 +70,28 @@ rows_of = st.lists(
     min_size=1,
     max_size=25,
 )
+
+
+class Watched(Settings):
+    """Settings that keep whose fields were read."""
+
+    seen: ClassVar[set[str]] = set()
+
+    def __getattribute__(self, name: str) -> Any:
+        Watched.seen.add(name)
+        return super().__getattribute__(name)
+
+
+@pytest.mark.parametrize("name", sorted(policies()))
+def test_a_policy_reads_the_margins_that_it_names_and_no_others(name: str) -> None:
+    own = {"sizes": "candidates"} if name == "kairos" else {}
+    policy = make_policy(name, Watched(), **own)
+    Watched.seen.clear()
+    chosen = ClusterSettings(MODEL, LinkModel(31104, 3e9, hops=2), NodeLimits())
+    Cluster(chosen, policy, bursty(40, 12.0, seed=1), 1).run()
+    # The oracle has put a setting of its own in the place of alpha.
+    asked = {"alpha", "beta", "candidates"} - ({"alpha"} if name == "oracle" else set())
+    assert Watched.seen & asked == set(policy.margins)
 
 
 def as_rows(drawn: list[tuple[float, int, int, int]], hashed: bool) -> list[TraceRow]:

@@ -90,8 +90,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _check_read(args: argparse.Namespace, settings: ProxySettings) -> None:
     """Refuse a flag that nothing reads as the others are."""
-    policy = settings.make_policy()
-    if policy.blind:
+    if "alpha" not in settings.make_policy().margins:
         # The other margins bound the schedule of a prompt that falls back to a
         # decode node, under any policy.
         where = f"with --scheduling-policy {args.scheduling_policy}"

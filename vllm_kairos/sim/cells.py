@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from vllm_kairos.core.policies import make_policy
+from vllm_kairos.core.policies import make_policy, policies
 from vllm_kairos.core.policies.base import Policy
 from vllm_kairos.core.settings import Settings
 from vllm_kairos.files import UserError
@@ -44,6 +44,10 @@ class PolicySpec:
         ours = {k: v for k, v in self.options.items() if k in shared}
         own = {k: v for k, v in self.options.items() if k not in shared}
         return make_policy(self.name, settings.with_options(**ours), **own)
+
+    def reads(self, margin: str) -> bool:
+        """Whether it goes by that margin of the settings it is made with."""
+        return margin in policies()[self.name].margins and margin not in self.options
 
 
 @dataclass(frozen=True, slots=True)

@@ -154,6 +154,9 @@ def run(args: argparse.Namespace) -> int:
         policy = ["kairos", *without]
     check_once("--policy", policy)
     specs = [parse_policy(text, settings) for text in policy]
+    for margin in ("alpha", "beta"):
+        if not any(spec.reads(margin) for spec in specs):
+            refuse_unread(args, f"with --policy {' '.join(policy)}", (margin,))
     rates: list[float | None] = [None]
     if args.rate:
         rates = list(parse_numbers(args.rate, "--rate", whole=False))

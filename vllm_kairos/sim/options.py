@@ -9,7 +9,7 @@ import inspect
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +88,7 @@ def parse_policy(text: str, settings: Settings) -> PolicySpec:
             f"unknown policy {name!r}, the nearest are: {_near(name, sorted(known))}"
         )
     own = list(inspect.signature(known[name].__init__).parameters)[2:]
-    allowed = [*own, *(f.name for f in fields(Settings))]
+    allowed = [*own, "tau_ms", "ttft_slo_ms", *known[name].margins]
     options: dict[str, object] = {}
     for part in filter(None, rest.split(",")):
         key, equals, value = part.partition("=")

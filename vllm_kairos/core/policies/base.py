@@ -132,6 +132,7 @@ class Policy(abc.ABC):
     Attributes:
         name: What it is called on a command line.
         source: Where it comes from, one line.
+        margins: What it reads of `Settings` beside the SLOs.
         blind: Routes without a look at the request or the state of a node, so
             that a caller need not count tokens for it.
         oldest_ms: A request that has waited in the policy's queue for so long
@@ -149,6 +150,7 @@ class Policy(abc.ABC):
 
     name: ClassVar[str]
     source: ClassVar[str]
+    margins: ClassVar[tuple[str, ...]] = ()
     sees: Literal["reports", "ledger", "truth"] = "ledger"
 
     def __init__(self, settings: Settings):

@@ -72,6 +72,7 @@ class Kairos(Policy):
 
     name = "kairos"
     source = "Kairos, Algorithm 1, extended"
+    margins = ("alpha", "beta", "candidates")
 
     def __init__(
         self,

@@ -28,6 +28,7 @@ class KairosPaper(Policy):
 
     name = "kairos-paper"
     source = "Kairos, Algorithm 1"
+    margins = ("alpha", "beta", "candidates")
     sees = "reports"
 
     def __init__(self, settings: Settings, literal_progress: bool = True):

@@ -36,6 +36,7 @@ class Nexus(Policy):
 
     name = "nexus"
     source = "Nexus (Shi et al., 2025), arXiv 2507.06608"
+    margins = ("beta",)
 
     def __init__(
         self,

@@ -30,6 +30,7 @@ class Oracle(Policy):
 
     name = "oracle"
     source = "Kairos §3.4, Oracle"
+    margins = ("beta", "candidates")
     sees = "truth"
 
     def __init__(self, settings: Settings, margin: float = 1.0, transfer: bool = False):
