@@ -105,13 +105,31 @@ def test_a_packed_queue_with_one_prompt_more_is_the_whole_queue_packed(
 ) -> None:
     left = [w for w in queue if w.tokens > 0]
     packed = PrefillQueue(model, queue, budget)
-    assert packed.drain_ms == drain_ms(model, left, budget)
+    assert packed.drain_ms == pytest.approx(drain_ms(model, left, budget), rel=1e-9)
     node = NodeState("p", model, budget, prefills=queue, worked_off_ms=worked)
     node.link = LINK
     for kept in (None, packed):
         assert ttft_prefill_ms(node, prompt, cached, 7.0, kept) == pytest.approx(
             exact_ttft_ms(node, prompt, cached, 7.0), rel=1e-9
         )
+
+
+def test_a_long_prompt_in_tiny_steps_is_packed_without_going_through_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    steps = []
+    step_ms = PrefillQueue._step_ms
+
+    def counted(queue: PrefillQueue, *step: int) -> float:
+        steps.append(step)
+        return step_ms(queue, *step)
+
+    monkeypatch.setattr(PrefillQueue, "_step_ms", counted)
+    work = [PrefillWork(5, 7), PrefillWork(30_000), PrefillWork(9)]
+    assert PrefillQueue(A100, work, 8).drain_ms == pytest.approx(
+        drain_ms(A100, work, 8), rel=1e-9
+    )
+    assert len(steps) <= 4
 
 
 def best_of(policy: ExhaustiveKairos, request: Request, fleet: Fleet) -> float:

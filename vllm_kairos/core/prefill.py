@@ -126,16 +126,30 @@ class PrefillQueue:
         attention = (cp * prefix + cc * tokens) / prefills
         return one + p * prefix + n * prefills + tokens * (c + attention)
 
+    def _alone_ms(self, steps: int, computed: int) -> float:
+        """Full steps of one prompt, which differ by their prefix only."""
+        one, c, p, n, cp, cc = self._weights
+        budget = self._budget
+        prefix = steps * computed + budget * (steps * (steps - 1) // 2)
+        fixed = one + n + budget * (c + cc * budget)
+        return steps * fixed + prefix * (p + cp * budget)
+
     def _pack(self, left: int, computed: int) -> None:
         """Add a prompt; a step that is full is closed."""
+        budget = self._budget
         while left > 0:
-            take = min(self._budget - self._tokens, left)
+            if not self._tokens and left >= budget:
+                whole, left = divmod(left, budget)
+                self._closed_ms += self._alone_ms(whole, computed)
+                computed += whole * budget
+                continue
+            take = min(budget - self._tokens, left)
             self._tokens += take
             self._prefix += computed
             self._prefills += 1
             left -= take
             computed += take
-            if self._tokens == self._budget:
+            if self._tokens == budget:
                 self._closed_ms += self._step_ms(
                     self._tokens, self._prefix, self._prefills
                 )
@@ -167,11 +181,8 @@ class PrefillQueue:
             return total
         done = computed + take
         if left >= budget:
-            # Steps of this prompt alone differ by their prefix only.
             whole, left = divmod(left, budget)
-            prefix = whole * done + budget * (whole * (whole - 1) // 2)
-            total += whole * (one + n + budget * (c + cc * budget))
-            total += prefix * (p + cp * budget)
+            total += self._alone_ms(whole, done)
             done += whole * budget
         if left:
             total += one + p * done + n + left * (c + (cp * done + cc * left))
