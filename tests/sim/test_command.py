@@ -158,6 +158,14 @@ def test_prefix_hits_of_a_trace_with_hashes_shorten_prefill(tmp_path: Path) -> N
         (["--prefill", "0"], "--prefill 0: expected a number >= 1"),
         (["--link-gb-per-s", "0"], "--link-gb-per-s 0.0: expected a number > 0"),
         (["--beta", "2"], "beta is 2.0, expected 0 < beta <= 1"),
+        (
+            ["--budget-tokens", "1"],
+            "--budget-tokens 1: expected a number >= 256, --max",
+        ),
+        (
+            ["--max-num-seqs", "9000"],
+            "--budget-tokens 8192: expected a number >= 9000, --max-num-seqs, as vLLM",
+        ),
         (["--kv-tokens", "1000"], "are more than the 992 KV tokens of a node"),
         (["--profile", "h100"], "no such file, and not one of the shipped profiles"),
         (["--jobs", "0"], "--jobs 0: expected a whole number >= 1"),

@@ -382,10 +382,16 @@ def cluster_of(args: argparse.Namespace, profile: Profile) -> ClusterSettings:
         for name in ("budget_tokens", "max_num_seqs", "kv_tokens")
         if getattr(args, name) is not None
     }
+    limits = replace(limits, **asked)
+    if limits.budget_tokens < limits.max_num_seqs:
+        raise UserError(
+            f"--budget-tokens {limits.budget_tokens}: expected a number >= "
+            f"{limits.max_num_seqs}, --max-num-seqs, as vLLM does"
+        )
     return ClusterSettings(
         profile.step_model(),
         link,
-        replace(limits, **asked),
+        limits,
         args.prefill,
         args.decode,
         args.heartbeat_ms,
