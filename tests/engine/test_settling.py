@@ -248,3 +248,23 @@ def test_the_last_step_is_in_the_report_of_a_drained_engine(profile: str) -> Non
     report = e.scheduler._reporter.report(0)
     assert report is not None
     assert len(report.steps) == 3 and report.step_remaining_ms == 0.0
+
+
+def test_a_step_behind_one_that_ends_an_idle_time_begins_no_earlier_than_that(
+    profile: str,
+) -> None:
+    kairos = {"profile": profile, "mode": "planned"}
+    e = VirtualEngine(make_scheduler(kairos=kairos, async_scheduling=True))
+    left = e.add(64, 50)
+    e.step()
+    e.step()
+    e.abort(left)
+    e._finish(e._in_flight.pop())
+    e.now_ms += 5000.0
+    e.add(64, 50)
+    for _ in range(2):
+        output = e.scheduler.schedule()
+        e.scheduler.get_grammar_bitmask(output)
+    report = e.scheduler._reporter.report(0)
+    assert report is not None
+    assert report.step_remaining_ms == pytest.approx(MODEL.step_ms(1, 64))
