@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 import zmq
+from vllm.sampling_params import SamplingParams
+from vllm.v1.request import Request
 
 from tests.engine.virtual import MODEL, VirtualEngine, make_scheduler
 from vllm_kairos.core.messages import (
@@ -101,6 +103,44 @@ def test_report_tells_whether_chunks_adapt(tmp_path: Path) -> None:
     ):
         e = VirtualEngine(make_scheduler(kairos=kairos))
         assert snapshot(e).adaptive == adaptive
+
+
+@pytest.mark.parametrize("timed", [True, False])
+def test_a_session_that_is_given_more_of_its_prompt_is_no_decode_meanwhile(
+    timed: bool, tmp_path: Path
+) -> None:
+    kairos = {"profile": profile_of_model(tmp_path / "p.json"), "mode": "planned"}
+    e = VirtualEngine(make_scheduler(budget_tokens=512, kairos=kairos if timed else {}))
+    other = e.add(100, 200)
+
+    def say(tokens: int) -> None:
+        e.scheduler.add_request(
+            Request(
+                "session",
+                list(range(10, 10 + tokens)),
+                SamplingParams(max_tokens=3, ignore_eos=True),
+                None,
+                resumable=True,
+                block_hasher=e._hasher,
+            )
+        )
+
+    say(80)
+    for _ in range(6):
+        e.step()
+    assert snapshot(e).decodes == 2
+    say(900)
+    requests = e.scheduler.requests
+    e.step()
+    report = snapshot(e)
+    assert report.decodes == 1
+    assert report.decode_kv_tokens == requests[other].num_computed_tokens
+    e.step()
+    report = snapshot(e)
+    assert report.decodes == 2
+    assert report.decode_kv_tokens == sum(
+        r.num_computed_tokens for r in requests.values()
+    )
 
 
 def test_report_under_priority_lists_prefills_in_the_order_served() -> None:
