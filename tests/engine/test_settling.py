@@ -259,7 +259,7 @@ def test_a_step_behind_one_that_ends_an_idle_time_begins_no_earlier_than_that(
     e.step()
     e.step()
     e.abort(left)
-    e._finish(e._in_flight.pop())
+    e._finish(*e._in_flight.pop())
     e.now_ms += 5000.0
     e.add(64, 50)
     for _ in range(2):

