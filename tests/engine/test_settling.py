@@ -193,6 +193,18 @@ def test_vllms_own_bound_on_a_prompt_holds_for_the_only_prefill(profile: str) ->
     assert scheduler._meter._in_flight[-1][1].prefill_tokens == 100
 
 
+def test_drafts_are_not_cut_to_the_last_chunk_of_the_only_prefill(profile: str) -> None:
+    e = VirtualEngine(make_scheduler(kairos={"profile": profile}, speculative_tokens=4))
+    e.drafts = lambda _: [1, 2, 3, 4]
+    decode = e.add(64, 4000)
+    for _ in range(3):
+        e.step()
+    e.add(402, 4, chunks=[400, 2])
+    e.scheduler.max_num_scheduled_tokens = 405
+    chunks = [e.step().tokens for _ in range(3)]
+    assert chunks[1] == {decode: 5, "r1": 2}
+
+
 @settings(max_examples=40, deadline=None)
 @given(
     outputs=st.lists(st.integers(1, 40), min_size=1, max_size=12),
