@@ -125,7 +125,16 @@ class StepMeter:
             in_flight.pop()
         load = StepLoad(decodes, kv_tokens, decodes)
         in_flight.append((None, load, float("-inf"), 0.0))
-        self._predicted_ms = self._predict_ms(load)
+
+    def decodes_less(self, kv_tokens: int) -> None:
+        """Of those steps, the ones that have not ended hold a request less.
+
+        Args:
+            kv_tokens: Its KV tokens.
+        """
+        if self.alone:
+            self.settle()
+            self._in_flight[-1][1].decode_kv_tokens -= kv_tokens
 
     def _predict_ms(self, load: StepLoad) -> float:
         return 0.0 if self._model is None else self._model.load_ms(load)
@@ -191,8 +200,7 @@ class StepMeter:
         decodes, next_load = len(key), in_flight[0][1]
         load = StepLoad(decodes, next_load.decode_kv_tokens, decodes)
         next_load.decode_kv_tokens += decodes
-        predicted_ms = self._predicted_ms = self._predict_ms(load)
-        return key, load, float("-inf"), predicted_ms
+        return key, load, float("-inf"), self._predict_ms(load)
 
     def _record(self, load: StepLoad, end_s: float, measured_ms: float) -> None:
         self._records.append(
@@ -212,18 +220,16 @@ class StepMeter:
     def remaining_ms(self) -> float:
         """Predicted remainder of the step in flight. Any thread."""
         in_flight, ended = self._in_flight, self.ended
-        if not self._predicted_ms:
-            return 0.0
+        predicted_ms, started_s = self._predicted_ms, self._started_s
         if self.alone:
             try:
-                started_s = ended[-1][1]
-            except IndexError:
-                started_s = self._last_end_s
+                predicted_ms = self._predict_ms(in_flight[-1][1])
+                started_s = max(started_s, ended[-1][1])
+            except IndexError:  # They have just been judged.
+                started_s = max(started_s, self._last_end_s)
         elif len(in_flight) <= len(ended) or in_flight[-1][0] is None:
             return 0.0
-        else:
-            started_s = self._started_s
-        return max(0.0, self._predicted_ms - (self._clock_s() - started_s) * 1e3)
+        return max(0.0, predicted_ms - (self._clock_s() - started_s) * 1e3)
 
     def digest(self) -> None:
         """Judge the predictions and write the records so far. Heartbeat thread.

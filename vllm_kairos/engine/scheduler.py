@@ -145,6 +145,8 @@ class KairosMixin(Scheduler):
         computed = request.num_computed_tokens
         super()._preempt_request(request, timestamp)
         self._phases.preempt(request, computed)
+        # The step that it is preempted in has begun untold.
+        self._meter.decodes_less(computed)
         self._changed()
 
     def set_pause_state(self, pause_state: PauseState) -> None:
@@ -253,6 +255,8 @@ class KairosMixin(Scheduler):
             self._settle()
             if self.step_clock_s() >= self._snapshot_due_s:
                 self._take_snapshot()
+            if self._quiet:
+                return self._stock_schedule()
         if chunks.stale or self.finished_recving_kv_req_ids:
             # Where decodes were alone several may be over. The last is judged
             # beside this one, as always.
