@@ -35,9 +35,6 @@ from vllm_kairos.engine.settings import EngineSettings, load_settings
 
 logger = init_logger(__name__)
 
-#: Steps that are judged together where decodes are alone.
-_MOST_ENDED = 16
-
 
 class KairosMixin(Scheduler):
     """What Kairos adds to a vLLM scheduler. Not used by itself.
@@ -145,13 +142,12 @@ class KairosMixin(Scheduler):
         computed = request.num_computed_tokens
         super()._preempt_request(request, timestamp)
         self._phases.preempt(request, computed)
-        # The step that it is preempted in has begun untold.
-        self._meter.decodes_less(computed)
         self._changed()
 
     def set_pause_state(self, pause_state: PauseState) -> None:
         super().set_pause_state(pause_state)
-        self._settle()
+        if self._unsettled:
+            self._settle()
         # The next step does not follow the last.
         self._meter.contiguous = False
         self._changed()
@@ -212,8 +208,6 @@ class KairosMixin(Scheduler):
             return quiet_bitmask(scheduler_output)
 
         def quiet_bitmask(scheduler_output: SchedulerOutput) -> Any:
-            if len(ended) >= _MOST_ENDED:
-                settle()
             if self.step_clock_s() >= self._snapshot_due_s:
                 self._take_snapshot()
             return stock_bitmask(scheduler_output)
@@ -230,12 +224,12 @@ class KairosMixin(Scheduler):
         """Choose what EngineCore calls.
 
         Args:
-            quiet: Requests that decode are all there is: until something
-                changes a step tells nothing but how long it took and how much
-                KV they have by then. That can be counted when it is asked for,
-                and the meter need not be told of each.
+            quiet: Requests that decode are all there is, and nobody wants to
+                know how long steps take: until something changes a step tells
+                nothing but how much KV they have by then, and that can be
+                counted when it is asked for.
         """
-        self._quiet = self._meter.alone = quiet
+        self._quiet = quiet
         self._phases.behind = True
         schedule, bitmask = self._step[quiet]
         self.schedule = schedule
@@ -255,12 +249,7 @@ class KairosMixin(Scheduler):
             self._settle()
             if self.step_clock_s() >= self._snapshot_due_s:
                 self._take_snapshot()
-            if self._quiet:
-                return self._stock_schedule()
         if chunks.stale or self.finished_recving_kv_req_ids:
-            # Where decodes were alone several may be over. The last is judged
-            # beside this one, as always.
-            self._meter.settle(but=1)
             self._phases.catch_up()
             chunks.prepare()
         busy = bool(self.running)
@@ -311,9 +300,7 @@ class KairosMixin(Scheduler):
         phases.catch_up()
         if chunks.stale or not chunks.nothing_to_bound:
             chunks.prepare()
-        if phases.only_decodes and not chunks.stale:
-            if not self._quiet:
-                meter.decodes_alone(len(phases.decoding), phases.decode_kv_tokens)
+        if phases.only_decodes and not chunks.stale and not meter.on:
             self._bind(quiet=True)
 
     # -------------------------------------------------------------- report
