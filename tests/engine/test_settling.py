@@ -9,6 +9,8 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from vllm.sampling_params import SamplingParams
+from vllm.v1.request import Request
 
 from tests.engine.test_state_report import profile_of_model, snapshot
 from tests.engine.virtual import MODEL, VirtualEngine, make_scheduler
@@ -171,6 +173,37 @@ def test_the_only_prefill_is_bounded_without_asking_about_each_request(
     assert e.step().tokens[last] == 2048
 
 
+def test_what_a_session_is_given_is_not_cut_to_the_chunk_of_the_only_prefill(
+    profile: str,
+) -> None:
+    e = VirtualEngine(make_scheduler(kairos={"profile": profile, "tau_ms": 20.0}))
+    e.add(64, 300)
+
+    def say(tokens: int) -> None:
+        e.scheduler.add_request(
+            Request(
+                "session",
+                list(range(10, 10 + tokens)),
+                SamplingParams(max_tokens=3, ignore_eos=True),
+                None,
+                resumable=True,
+                block_hasher=e._hasher,
+            )
+        )
+
+    say(80)
+    for _ in range(6):
+        e.step()
+    r = e.add(6000, 4, chunks=[64] * 100)
+    for _ in range(3):
+        e.step()
+    assert e.scheduler._chunks._only is not None
+    chunk = e.steps[-1].tokens[r]
+    say(chunk + 100)
+    step = e.step()
+    assert step.tokens["session"] > chunk and 0 < step.tokens[r] <= chunk
+
+
 def test_vllms_own_bound_on_a_prompt_holds_for_the_only_prefill(profile: str) -> None:
     scheduler = make_scheduler(kairos={"profile": profile, "tau_ms": 1000.0})
     scheduler.scheduler_config.long_prefill_token_threshold = 100
@@ -241,6 +274,14 @@ def test_the_report_of_a_node_that_gets_work_does_not_wait_for_the_device() -> N
     e.scheduler.schedule()
     report = e.scheduler._reporter.report(0)
     assert report is not None and report.prefills == [(744, 256)]
+
+
+def test_what_is_left_of_the_step_that_ends_a_prefill_is_told(profile: str) -> None:
+    e = VirtualEngine(make_scheduler(kairos={"profile": profile}))
+    e.add(2000, 4)
+    e.scheduler.get_grammar_bitmask(e.scheduler.schedule())
+    report = snapshot(e)
+    assert report.step_remaining_ms == pytest.approx(MODEL.step_ms(0, 0, 2000, 0))
 
 
 def test_the_last_step_is_in_the_report_of_a_drained_engine(profile: str) -> None:

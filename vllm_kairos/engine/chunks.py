@@ -317,10 +317,14 @@ class ChunkLimits:
         if not chunk:
             return
         self._overdue.served(held.deadline_s)
+        scheduler = self._scheduler
         if (
             self._joined
             or self._overdue.holder is not None
-            or self._scheduler.num_spec_tokens
+            or scheduler.num_spec_tokens
+            # A session that has been given more of its prompt.
+            or any(r.status == RequestStatus.WAITING for r in scheduler.waiting)
+            or any(r.status == RequestStatus.WAITING for r in scheduler.skipped_waiting)
         ):
             self._fixed[key] = chunk
         else:
