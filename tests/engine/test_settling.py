@@ -9,8 +9,6 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from vllm.sampling_params import SamplingParams
-from vllm.v1.request import Request
 
 from tests.engine.test_state_report import profile_of_model, snapshot
 from tests.engine.virtual import MODEL, VirtualEngine, make_scheduler
@@ -179,19 +177,7 @@ def test_what_a_session_is_given_is_not_cut_to_the_chunk_of_the_only_prefill(
     e = VirtualEngine(make_scheduler(kairos={"profile": profile, "tau_ms": 20.0}))
     e.add(64, 300)
 
-    def say(tokens: int) -> None:
-        e.scheduler.add_request(
-            Request(
-                "session",
-                list(range(10, 10 + tokens)),
-                SamplingParams(max_tokens=3, ignore_eos=True),
-                None,
-                resumable=True,
-                block_hasher=e._hasher,
-            )
-        )
-
-    say(80)
+    e.say("session", 80)
     for _ in range(6):
         e.step()
     r = e.add(6000, 4, chunks=[64] * 100)
@@ -199,7 +185,7 @@ def test_what_a_session_is_given_is_not_cut_to_the_chunk_of_the_only_prefill(
         e.step()
     assert e.scheduler._chunks._only is not None
     chunk = e.steps[-1].tokens[r]
-    say(chunk + 100)
+    e.say("session", chunk + 100)
     step = e.step()
     assert step.tokens["session"] > chunk and 0 < step.tokens[r] <= chunk
 

@@ -9,8 +9,6 @@ from pathlib import Path
 
 import pytest
 import zmq
-from vllm.sampling_params import SamplingParams
-from vllm.v1.request import Request
 
 from tests.engine.virtual import MODEL, VirtualEngine, make_scheduler
 from vllm_kairos.core.messages import (
@@ -113,23 +111,11 @@ def test_a_session_that_is_given_more_of_its_prompt_is_no_decode_meanwhile(
     e = VirtualEngine(make_scheduler(budget_tokens=512, kairos=kairos if timed else {}))
     other = e.add(100, 200)
 
-    def say(tokens: int) -> None:
-        e.scheduler.add_request(
-            Request(
-                "session",
-                list(range(10, 10 + tokens)),
-                SamplingParams(max_tokens=3, ignore_eos=True),
-                None,
-                resumable=True,
-                block_hasher=e._hasher,
-            )
-        )
-
-    say(80)
+    e.say("session", 80)
     for _ in range(6):
         e.step()
     assert snapshot(e).decodes == 2
-    say(900)
+    e.say("session", 900)
     requests = e.scheduler.requests
     e.step()
     report = snapshot(e)

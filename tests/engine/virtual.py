@@ -272,6 +272,19 @@ class VirtualEngine:
         )
         return request_id
 
+    def say(self, session: str, tokens: int) -> None:
+        """Begin a streaming session, or give it more of its prompt."""
+        self.scheduler.add_request(
+            Request(
+                session,
+                list(range(10, 10 + tokens)),
+                SamplingParams(max_tokens=3, ignore_eos=True),
+                None,
+                resumable=True,
+                block_hasher=self._hasher,
+            )
+        )
+
     def kv_arrives(self, request_id: str) -> None:
         """The KV of a remote request is here after the next step."""
         self._arrived.add(request_id)
